@@ -1,0 +1,5 @@
+"""Shared parts of the truly shift-equivariant vision transformers."""
+
+from .registry import create_model, from_pretrained, list_models, register_model
+
+__all__ = ["create_model", "from_pretrained", "list_models", "register_model"]

@@ -1,0 +1,154 @@
+"""Anchors: what makes a strided operation shift-equivariant (the paper's A-token, A-WSA, A-PMerge, APS).
+
+An anchor looks at tokens on an H x W torus, scores each of the s x s offsets of a stride-s grid with a shift-invariant
+function, rolls each sample by its own best offset and returns the rolled tokens with that offset. After it, the stock
+strided operation at phase zero is equivariant. Nothing is learned in an anchor and nothing is stored: scores are taken
+under ``no_grad``, outside autocast, in float32 at least, and reduced over the grid in float64.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .shifts import circular_pad, roll
+
+__all__ = ["ConvAnchor", "MergeAnchor", "Score", "WindowAnchor", "best_offset", "phase_scores", "token_energy"]
+
+Score = Literal["signed", "energy"]
+"""How a token counts: ``energy`` is the paper's squared norm; ``signed`` adds a little of one fixed direction, because
+energy cannot tell t from -t."""
+
+
+def phase_scores(energy: Tensor, stride: tuple[int, int]) -> Tensor:
+    """Sum a per-position score (B, H, W) over the grid of each phase -> (B, s_h, s_w), in float64."""
+    batch, height, width = energy.shape
+    (sh, sw) = stride
+    if height % sh or width % sw:
+        raise ValueError(f"a grid of {(height, width)} has no whole phases at stride {stride}")
+    return _wide(energy).view(batch, height // sh, sh, width // sw, sw).sum((1, 3))
+
+
+def best_offset(scores: Tensor) -> Tensor:
+    """(B, s_h, s_w) scores -> (B, 2) offsets of the maximum."""
+    best = scores.flatten(1).argmax(1)
+    return torch.stack([best // scores.shape[2], best % scores.shape[2]], 1)
+
+
+def token_energy(t: Tensor, score: Score, dim: int) -> Tensor:
+    """|t|^2 over channels at ``dim`` or, for ``signed``, |t|^2 + 0.01 rms <r, t> with a fixed unit vector r."""
+    energy = t.square().sum(dim)
+    if score == "signed":
+        shape = [1] * t.ndim
+        shape[dim] = -1
+        channel = torch.arange(t.shape[dim], device=t.device, dtype=t.dtype)
+        direction = torch.sin(1.0 + 12.9898 * channel) * (2.0 / t.shape[dim]) ** 0.5
+        rms = _wide(energy).mean((-2, -1), keepdim=True).sqrt()
+        energy = _wide(energy) + 0.01 * rms * _wide((t * direction.view(shape)).sum(dim))
+    return energy
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.device.type == "mps" else x.double()  # MPS has no float64
+
+
+def _full(x: Tensor) -> Tensor:
+    """At least float32: half-precision tokens are scored in float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class ConvAnchor(nn.Module):
+    """A-token (eq. adaptive_token) and every other strided convolution: m* = argmax_m sum |conv at phase m|^2.
+
+    The convolution is taken at every position (circular padding (p, k - 1 - p)) and its energy summed per phase.
+
+    Shapes: x (B, C, H, W) -> rolled x, offsets (B, 2) in [0, stride).
+    """
+
+    def __init__(self, *, score: Score = "signed") -> None:
+        super().__init__()
+        self.score: Score = score
+
+    def forward(self, x: Tensor, conv: nn.Conv2d) -> tuple[Tensor, Tensor]:
+        offset = self.offset(x, conv)
+        return roll(x, offset), offset
+
+    @torch.no_grad()
+    def offset(self, x: Tensor, conv: nn.Conv2d) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x = _full(x)
+            kh, kw = conv.kernel_size
+            ph, pw = conv.padding  # type: ignore[misc]
+            bias = None if conv.bias is None else conv.bias.to(x)
+            t = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))  # type: ignore[operator]
+            t = F.conv2d(t, conv.weight.to(x), bias, groups=conv.groups)
+            return best_offset(phase_scores(token_energy(t, self.score, 1), conv.stride))  # type: ignore[arg-type]
+
+
+class MergeAnchor(nn.Module):
+    """A-PMerge (claim pmergeconv): patch merging is a 2 x 2 convolution of stride 2; m* maximises its output's energy.
+
+    The LayerNorm of the merged patch is folded: with per-token sums, W LN(p) = (W' p - mean W'1) / std + W b, where
+    W' = W diag(gain), so that no 4C-wide patch is ever written out. Without a norm (SwinV2 normalises after the
+    projection, which would level all energies) the projection itself is scored.
+
+    Shapes: x (B, H, W, C), norm over 4C, reduction 4C -> D, patches flattened as (column, row, channel)
+    -> rolled x, offsets (B, 2) in {0, 1}.
+    """
+
+    def __init__(self, *, score: Score = "signed") -> None:
+        super().__init__()
+        self.score: Score = score
+
+    def forward(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None) -> tuple[Tensor, Tensor]:
+        offset = self.offset(x, reduction, norm)
+        return roll(x, offset, dims=(1, 2)), offset
+
+    @torch.no_grad()
+    def offset(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x = _full(x).permute(0, 3, 1, 2)  # B, C, H, W
+            channels = x.shape[1]
+            weight = reduction.weight.to(x) * (1.0 if norm is None else norm.weight.to(x))
+            kernel = weight.view(-1, 2, 2, channels).permute(0, 3, 2, 1)  # D, C, row, column
+            t = F.conv2d(circular_pad(x, (0, 1, 0, 1)), kernel)
+            if norm is not None:
+                sums = torch.stack([x.sum(1), x.square().sum(1)], 1)
+                mean, square = F.avg_pool2d(circular_pad(sums, (0, 1, 0, 1)), 2, stride=1).div(channels).split(1, 1)
+                inverse_std = (square - mean.square()).clamp_min(0).add(norm.eps).rsqrt()
+                constant = reduction.weight.to(x) @ norm.bias.to(x)
+                t = (t - mean * weight.sum(1).view(1, -1, 1, 1)) * inverse_std + constant.view(1, -1, 1, 1)
+            return best_offset(phase_scores(token_energy(t, self.score, 1), (2, 2)))
+
+
+class WindowAnchor(nn.Module):
+    """A-WSA (eq. a_wsa): m* = argmax_m || v_m ||_2, v_m[k] the mean token norm in window k of the partition at m.
+
+    An axis on which the grid is a single window has no partition to choose (all tie, the paper's score would pick
+    noise): there the strongest token, or on one such axis the strongest row or column, comes first.
+
+    Shapes: x (B, H, W, C) -> rolled x, offsets (B, 2) in [0, window).
+    """
+
+    def forward(self, x: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        offset = self.offset(x, window)
+        return roll(x, offset, dims=(1, 2)), offset
+
+    @torch.no_grad()
+    def offset(self, x: Tensor, window: tuple[int, int]) -> Tensor:
+        (wh, ww) = window
+        with torch.autocast(x.device.type, enabled=False):
+            norm = _wide(_full(x).square().sum(-1)).sqrt()  # B, H, W
+            single = (x.shape[1] == wh, x.shape[2] == ww)
+            if all(single):
+                return best_offset(norm)
+            padded = circular_pad(norm[:, None], (0, ww - 1, 0, wh - 1))
+            energy = F.avg_pool2d(padded, (wh, ww), stride=1)[:, 0].square()  # v^2 of the window starting at each token
+            if not any(single):
+                return best_offset(phase_scores(energy, (wh, ww)))
+            # one axis alone is a single window: its strongest line, and the best partition of the other axis
+            lines = norm.square()
+            rows = lines.sum(2) if single[0] else energy.sum(2).view(len(x), -1, wh).sum(1)
+            columns = lines.sum(1) if single[1] else energy.sum(1).view(len(x), -1, ww).sum(1)
+            return torch.stack([rows.argmax(1), columns.argmax(1)], 1)

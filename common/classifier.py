@@ -1,0 +1,141 @@
+"""What the four architectures share: input checks, the canonical anchor, and timm's way of calling a classifier."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .canonical import Canonical
+from .hub import HubModel
+
+__all__ = ["Classifier", "check_images", "check_size", "to_pair"]
+
+Stages = list[tuple[Tensor, Tensor]]
+
+
+def to_pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
+
+
+def check_images(x: Tensor, channels: int) -> None:
+    """Raise unless x is a float batch (B, channels, H, W). Looks at shape and dtype only, never at the device."""
+    if x.ndim != 4:
+        raise ValueError(f"expected images of shape (B, {channels}, H, W), got {tuple(x.shape)}"
+                         + (": add a batch dimension with x[None]" if x.ndim == 3 else ""))  # fmt: skip
+    if x.shape[1] != channels:
+        raise ValueError(f"expected {channels} channels, got {x.shape[1]} in images of shape {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"expected normalised floating point images, got {x.dtype}: convert with x.float() / 255 and "
+                        "normalise as the model was trained")  # fmt: skip
+
+
+def check_size(size: tuple[int, int], multiple: tuple[int, int], why: str) -> None:
+    """Raise a ValueError naming the nearest valid sizes unless both sides are multiples."""
+    if all(side % m == 0 and side > 0 for side, m in zip(size, multiple, strict=True)):
+        return
+    below = tuple(max(m, side // m * m) for side, m in zip(size, multiple, strict=True))
+    above = tuple(math.ceil(side / m) * m for side, m in zip(size, multiple, strict=True))
+    near = f"{below[0]}x{below[1]}" + (f" and {above[0]}x{above[1]}" if above != below else "")
+    raise ValueError(f"image size {size[0]}x{size[1]}: {why} needs sides that are multiples of "
+                     f"{multiple[0]}x{multiple[1]}; the nearest valid sizes are {near}. Resize or pad the image, or "
+                     "build the model with another img_size")  # fmt: skip
+
+
+class Classifier(HubModel):
+    """Base of the four architectures: a subclass builds its layers and gives ``forward_stages``.
+
+    Images (B, in_chans, H, W), normalised -> logits (B, num_classes). Features are channels-last, (B, H/s, W/s, C).
+    """
+
+    norm: nn.Module
+    head: nn.Module
+
+    def __init__(self, arguments: dict[str, Any], *, multiple: tuple[int, int]) -> None:
+        super().__init__(arguments)
+        self.img_size = to_pair(arguments["img_size"])
+        self.in_chans: int = arguments["in_chans"]
+        self.num_classes: int = arguments["num_classes"]
+        self.adaptive: bool = arguments["adaptive"]
+        self.canonical: bool = arguments["canonical"]
+        self.multiple = multiple
+        self.grad_checkpointing = False
+        self.feature_info: list[dict[str, Any]] = []
+        self.canonicalize = Canonical()
+        self.check_size(self.img_size)
+
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Raise unless this model takes images of ``size`` (adaptive: is exact for them)."""
+        check_size(size, self.multiple, "an exactly shift-equivariant model" if self.adaptive else "this model")
+
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Check a batch and, in an adaptive model with ``canonical``, roll it to its canonical place."""
+        check_images(x, self.in_chans)
+        self.check_size((x.shape[2], x.shape[3]))
+        if self.adaptive and self.canonical:
+            return self.canonicalize(x)
+        return x, torch.zeros(len(x), 2, dtype=torch.long, device=x.device)
+
+    def forward_stages(self, x: Tensor, last: int) -> Stages:
+        """Tokens (B, H/s, W/s, C) of stages 0..last, each with the pixel offsets (B, 2) of its grid's origin."""
+        raise NotImplementedError
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        return self.norm(self.forward_stages(x, len(self.feature_info) - 1)[-1][0])
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        return self.head(x, pre_logits=pre_logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def forward_intermediates(self, x: Tensor, indices: int | list[int] | None = None, norm: bool = False,
+                              stop_early: bool = False, output_fmt: Literal["NCHW", "NHWC"] = "NCHW",
+                              intermediates_only: bool = False, return_offsets: bool = False) -> Any:  # fmt: skip
+        """Features of chosen stages, as in timm.
+
+        ``indices``: stages by number, the last n, or None for all. With ``return_offsets`` every feature comes as
+        ``(feature, offset)``: token h of a stride-s stage lies at image position offset + s h, modulo the side.
+        Returns ``(final, intermediates)``, or ``intermediates`` alone.
+        """
+        count = len(self.feature_info)
+        if indices is None:
+            take = list(range(count))
+        elif isinstance(indices, int):
+            take = list(range(count))[-indices:]
+        else:
+            take = [range(count)[i] for i in indices]
+        stages = self.forward_stages(x, max(take) if stop_early else count - 1)
+        intermediates = []
+        for i in take:
+            feature, offset = stages[i]
+            feature = self.norm(feature) if norm and i == count - 1 else feature
+            feature = feature.permute(0, 3, 1, 2) if output_fmt == "NCHW" else feature
+            intermediates.append((feature, offset) if return_offsets else feature)
+        if intermediates_only:
+            return intermediates
+        final = stages[-1][0]
+        return (self.norm(final) if len(stages) == count else final), intermediates
+
+    def run(self, module: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call a block, recomputing its activations in the backward pass if ``set_grad_checkpointing`` says so."""
+        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(module, *args, use_reentrant=False)
+        return module(*args)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the last layer; ``num_classes=0`` leaves pooled features."""
+        self.num_classes = self.config["num_classes"] = num_classes
+        self.head.reset(num_classes, global_pool)  # type: ignore[operator]
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters, besides biases and norms, that recipes leave out of weight decay."""
+        return set()

@@ -1,0 +1,67 @@
+"""Names of models: ``create_model("a_swin_tiny")``, ``list_models("*micro")``, ``from_pretrained(directory)``."""
+
+import difflib
+import importlib
+from collections.abc import Callable
+from fnmatch import fnmatch
+from typing import Any, TypeVar
+
+from .hub import CONFIG_NAME, HubModel, read_config, resolve_file
+
+__all__ = ["create_model", "from_pretrained", "list_models", "register_model"]
+
+ARCHITECTURES = ("swin",)
+"""Packages that register models when imported; also the ``model_type`` values a config may name."""
+
+_BUILDERS: dict[str, Callable[..., HubModel]] = {}
+
+
+M = TypeVar("M", bound=HubModel)
+
+
+def register_model(build: Callable[..., M]) -> Callable[..., M]:
+    """Register ``build`` under its own name (default model) and with ``a_`` before it (adaptive model)."""
+
+    def build_adaptive(**kwargs: Any) -> M:
+        return build(adaptive=True, **kwargs)
+
+    _BUILDERS[build.__name__] = build
+    _BUILDERS[f"a_{build.__name__}"] = build_adaptive
+    return build
+
+
+def _builders() -> dict[str, Callable[..., HubModel]]:
+    for name in ARCHITECTURES:
+        importlib.import_module(name)
+    return _BUILDERS
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Names of all models that match a shell pattern, sorted."""
+    return sorted(name for name in _builders() if fnmatch(name, pattern))
+
+
+def create_model(name: str, **kwargs: Any) -> HubModel:
+    """Build a model with fresh weights. ``kwargs`` override its constructor's arguments (num_classes, img_size, ...)."""
+    builders = _builders()
+    if name not in builders:
+        near = difflib.get_close_matches(name, builders, n=3, cutoff=0.5)
+        raise ValueError(f"unknown model {name!r}: did you mean {' or '.join(near)}?" if near else
+                         f"unknown model {name!r}: list_models() names all {len(builders)}")  # fmt: skip
+    return builders[name](**kwargs)
+
+
+def from_pretrained(source: str, **kwargs: Any) -> HubModel:
+    """Load a model from a directory or Hub repository; its class is the one that config.json names."""
+    hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
+    config = read_config(resolve_file(source, CONFIG_NAME, **hub))
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise ValueError(f"{source}: model_type is {model_type!r}, expected one of {ARCHITECTURES}")
+    importlib.import_module(model_type)
+    classes = {cls.model_type: cls for cls in _subclasses(HubModel) if "model_type" in vars(cls)}
+    return classes[model_type].from_pretrained(source, **kwargs)
+
+
+def _subclasses(cls: type[HubModel]) -> list[type[HubModel]]:
+    return [sub for child in cls.__subclasses__() for sub in (child, *_subclasses(child))]

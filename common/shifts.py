@@ -1,0 +1,104 @@
+"""Shifts of images and tokens: per-sample rolls on the torus, and the two kinds of shift the paper measures with.
+
+One convention holds everywhere: ``roll(x, o)[h] = x[h + o]`` (indices modulo the side), so offsets add up, and an
+offset is the place in ``x`` that ends up at the origin.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["circular_pad", "circular_shift", "random_shifts", "roll", "shift_and_crop", "standard_shift"]
+
+
+def _gather(x: Tensor, offset: Tensor, dims: tuple[int, int]) -> Tensor:
+    """Read ``x`` at positions moved by ``offset``: one indexed read, no wrap-around copies."""
+    rank = dims[1] + 1  # dimensions after the last rolled one are read whole
+    index = []
+    for d in range(rank):
+        i = torch.arange(x.shape[d], device=x.device)
+        if d in dims:
+            i = (i + offset[:, dims.index(d), None]) % x.shape[d]  # B, side
+            index.append(i.view([len(i), *(-1 if k == d else 1 for k in range(1, rank))]))
+        else:
+            index.append(i.view([-1 if k == d else 1 for k in range(rank)]))
+    return x[tuple(index)]
+
+
+class _Roll(torch.autograd.Function):
+    """Per-sample roll. Its backward is the opposite roll: again one gather, where autograd would scatter."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, offset: Tensor, dims: tuple[int, int]) -> Tensor:
+        return _gather(x, offset, dims)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, offset, ctx.dims = inputs
+        ctx.save_for_backward(offset)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (offset,) = ctx.saved_tensors
+        return _Roll.apply(grad, -offset, ctx.dims), None, None
+
+
+def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1)) -> Tensor:
+    """Roll every sample by its own offset: ``y[b, h, w] = x[b, h + offset[b, 0], w + offset[b, 1]]`` on the torus.
+
+    Shapes: x (B, ..., H, W, ...) with the sides at ``dims``; offset (B, 2), integer, any sign.
+    """
+    h, w = (d % x.ndim for d in dims)
+    if not 0 < h < w:
+        raise ValueError(f"roll needs two increasing spatial dims after the batch, got dims={dims} for {x.ndim}-d input")
+    if offset.shape != (x.shape[0], 2):
+        raise ValueError(f"roll needs one (row, column) offset per sample, shape {(x.shape[0], 2)}, "
+                         f"got {tuple(offset.shape)}")  # fmt: skip
+    return _Roll.apply(x, offset, (h, w))
+
+
+def circular_pad(x: Tensor, pad: tuple[int, int, int, int]) -> Tensor:
+    """Pad (B, C, H, W) with its own opposite side; ``pad`` is (left, right, top, bottom) as in ``F.pad``."""
+    return F.pad(x, pad, mode="circular") if any(pad) else x
+
+
+def circular_shift(x: Tensor, shift: Tensor) -> Tensor:
+    """Move the content of (B, C, H, W) down and right by ``shift`` (B, 2); what leaves comes back opposite."""
+    return roll(x, -shift)
+
+
+def standard_shift(x: Tensor, shift: Tensor, fill: float = 0.0) -> Tensor:
+    """Move the content of (B, C, H, W) down and right by ``shift`` (B, 2); what comes in is ``fill`` (zero-padding).
+
+    The paper's standard shift for CIFAR.
+    """
+    keep = torch.ones_like(x[:, :1], dtype=torch.bool)
+    for k, dim in enumerate((2, 3)):
+        side = x.shape[dim]
+        source = torch.arange(side, device=x.device) - shift[:, k, None]  # B, side
+        inside = (source >= 0) & (source < side)
+        keep = keep & inside.view(-1, 1, *((side, 1) if dim == 2 else (1, side)))
+    return torch.where(keep, circular_shift(x, shift), fill)
+
+
+def shift_and_crop(x: Tensor, shift: Tensor, size: tuple[int, int]) -> Tensor:
+    """Shift (B, C, H, W) by ``shift`` (B, 2), then cut the central ``size``: real pixels come in, no padding.
+
+    The paper's standard shift for ImageNet. A shift larger than the margin would show wrapped content; it raises no
+    error on the device, so draw shifts with ``random_shifts(..., max_shift=margin)``.
+    """
+    top, left = ((have - want) // 2 for have, want in zip(x.shape[-2:], size, strict=True))
+    if top < 0 or left < 0:
+        raise ValueError(f"cannot cut {size} out of images of {tuple(x.shape[-2:])}: resize them larger first")
+    return circular_shift(x, shift)[..., top : top + size[0], left : left + size[1]]
+
+
+def random_shifts(count: int, max_shift: tuple[int, int], seed: int, low: tuple[int, int] = (0, 0)) -> Tensor:
+    """(count, 2) shifts, uniform in [low, max_shift] per axis. Row i depends on ``seed`` and i only, so that a data
+    set gets the same shifts whatever the batch size and the number of processes."""
+    generator = torch.Generator().manual_seed(seed)
+    unit = torch.rand(count, 2, generator=generator, dtype=torch.float64)
+    span = torch.tensor([hi - lo + 1 for lo, hi in zip(low, max_shift, strict=True)])
+    return (unit * span).long() + torch.tensor(low)

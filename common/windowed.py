@@ -1,0 +1,93 @@
+"""What Swin and SwinV2 share: patches, merging, and the walk through stages of windows with its three anchors."""
+
+import math
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .anchors import ConvAnchor, MergeAnchor, WindowAnchor
+from .classifier import Classifier, Stages, to_pair
+from .windows import shifted_window_mask, window_shift
+
+__all__ = ["ANCHORS", "PatchEmbed", "WindowedClassifier", "merge_patches"]
+
+ANCHORS = ("token", "window", "merge")
+
+
+class PatchEmbed(nn.Module):
+    """Non-overlapping patches, projected and normalised (eq. token): (B, C, H, W) -> (B, H/p, W/p, D)."""
+
+    def __init__(self, *, patch_size: int, in_chans: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=patch_size)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))  # B, H, W, D
+
+
+def merge_patches(x: Tensor) -> Tensor:
+    """Concatenate 2 x 2 tokens: (B, H, W, C) -> (B, H/2, W/2, 4C) as (column, row, channel); odd sides are padded."""
+    x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2)) if x.shape[1] % 2 or x.shape[2] % 2 else x
+    b, h, w, c = x.shape
+    return x.view(b, h // 2, 2, w // 2, 2, c).permute(0, 1, 3, 4, 2, 5).flatten(3)
+
+
+class WindowedClassifier(Classifier):
+    """A hierarchy of windowed stages. A subclass adds ``patch_embed``, ``layers``, ``norm`` and ``head``.
+
+    A stage has ``downsample`` (identity, or a patch merging with ``anchor``) and ``blocks`` called as
+    ``block(x, shift, mask)``.
+    """
+
+    patch_embed: PatchEmbed
+    layers: nn.ModuleList
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        patch, depths, window = arguments["patch_size"], arguments["depths"], to_pair(arguments["window_size"])
+        strides = [patch * 2**i for i in range(len(depths))]
+        img_size = to_pair(arguments["img_size"])
+        windows = [  # a grid smaller than the window is one window
+            (min(window[0], img_size[0] // stride), min(window[1], img_size[1] // stride)) for stride in strides
+        ]
+        adaptive, anchors = arguments["adaptive"], arguments["anchors"]
+        exact = [math.lcm(*(s * w[axis] for s, w in zip(strides, windows, strict=True))) for axis in (0, 1)]
+        super().__init__(arguments, multiple=(exact[0], exact[1]) if adaptive else (patch, patch))
+        if unknown := sorted(set(anchors) - set(ANCHORS)):
+            raise ValueError(f"unknown anchors {unknown}: choose among {ANCHORS}")
+        self.windows = windows
+        self.dims = [arguments["embed_dim"] * 2**i for i in range(len(depths))]
+        self.num_features = self.dims[-1]
+        self.feature_info = [
+            {"num_chs": dim, "reduction": stride, "module": f"layers.{i}"}
+            for i, (dim, stride) in enumerate(zip(self.dims, strides, strict=True))
+        ]
+        score = arguments["score"]
+        self.token_anchor = ConvAnchor(score=score) if adaptive and "token" in anchors else None
+        self.merge_anchor = MergeAnchor(score=score) if adaptive and "merge" in anchors else None
+        self.window_anchor = WindowAnchor() if adaptive and "window" in anchors else None
+
+    def forward_stages(self, x: Tensor, last: int) -> Stages:
+        x, offset = self.enter(x)
+        if self.token_anchor is not None:
+            x, o = self.token_anchor(x, self.patch_embed.proj)
+            offset = offset + o
+        x = self.patch_embed(x)
+        stages = []
+        for i, stage in enumerate(self.layers[: last + 1]):
+            stride, window = self.feature_info[i]["reduction"], self.windows[i]
+            if i > 0 and self.merge_anchor is not None:
+                x, o = stage.downsample.anchor(self.merge_anchor, x)
+                offset = offset + stride // 2 * o
+            x = stage.downsample(x)
+            if self.window_anchor is not None:
+                x, o = self.window_anchor(x, window)
+                offset = offset + stride * o
+            size = (x.shape[1], x.shape[2])
+            shift = window_shift(size, window)
+            mask = None if self.adaptive else shifted_window_mask(size, window, x.device)  # no edge on a torus
+            for j, block in enumerate(stage.blocks):
+                x = self.run(block, x, shift, mask) if j % 2 else self.run(block, x, (0, 0), None)
+            stages.append((x, offset))
+        return stages

@@ -1,0 +1,65 @@
+"""Windows on a grid of tokens, for Swin and SwinV2: partition, its inverse, relative positions, shifts, the mask."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["attend_in_windows", "partition", "relative_positions", "reverse", "shifted_window_mask", "window_shift"]
+
+
+def partition(x: Tensor, window: tuple[int, int]) -> Tensor:
+    """(B, H, W, C) -> (B, windows, tokens, C), windows and tokens in row-major order."""
+    b, h, w, c = x.shape
+    x = x.view(b, h // window[0], window[0], w // window[1], window[1], c)
+    return x.permute(0, 1, 3, 2, 4, 5).reshape(b, -1, window[0] * window[1], c)
+
+
+def reverse(x: Tensor, window: tuple[int, int], size: tuple[int, int]) -> Tensor:
+    """(B, windows, tokens, C) -> (B, H, W, C): the inverse of ``partition``."""
+    b, _, _, c = x.shape
+    x = x.view(b, size[0] // window[0], size[1] // window[1], window[0], window[1], c)
+    return x.permute(0, 1, 3, 2, 4, 5).reshape(b, *size, c)
+
+
+def relative_positions(window: tuple[int, int]) -> Tensor:
+    """(tokens, tokens, 2): row and column of token i minus those of token j."""
+    grid = torch.stack(torch.meshgrid(*(torch.arange(side) for side in window), indexing="ij"), -1).flatten(0, 1)
+    return grid[:, None] - grid[None, :]
+
+
+def window_shift(size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
+    """By how much shifted windows move: half a window, but not at all on an axis that is a single window."""
+    shift_h, shift_w = (0 if side <= w else w // 2 for side, w in zip(size, window, strict=True))
+    return shift_h, shift_w
+
+
+def shifted_window_mask(size: tuple[int, int], window: tuple[int, int], device: torch.device) -> Tensor | None:
+    """(windows, tokens, tokens), -100 where two tokens of a shifted window come from opposite edges of the array.
+
+    None where nothing is shifted. ``size`` is rounded up to whole windows, as ``attend_in_windows`` pads.
+    """
+    shift = window_shift(size, window)
+    if not any(shift):
+        return None
+    region = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    for dim, (side, w, s) in enumerate(zip(size, window, shift, strict=True), 1):
+        side += -side % w
+        i = torch.arange(side, device=device)
+        band = (i >= side - w).long() + (i >= side - s).long() if s else torch.zeros_like(i)
+        region = region + 3 ** (dim - 1) * band.view([-1 if d == dim else 1 for d in range(4)])
+    region = partition(region, window)[0, :, :, 0]  # windows, tokens
+    return (region[:, :, None] != region[:, None, :]) * -100.0
+
+
+def attend_in_windows(attention: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, window: tuple[int, int],
+                      shift: tuple[int, int], mask: Tensor | None) -> Tensor:  # fmt: skip
+    """Apply ``attention`` to the (shifted) windows of (B, H, W, C); sides that are no multiple are zero-padded."""
+    height, width = x.shape[1:3]
+    pad_h, pad_w = (-side % w for side, w in zip((height, width), window, strict=True))
+    x = F.pad(x, (0, 0, 0, pad_w, 0, pad_h)) if pad_h or pad_w else x
+    x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
+    x = reverse(attention(partition(x, window), mask), window, (height + pad_h, width + pad_w))
+    x = x.roll(shift, (1, 2)) if any(shift) else x
+    return x[:, :height, :width]

@@ -1,0 +1,179 @@
+"""Swin Transformer, default and adaptive.
+
+Liu et al., *Swin Transformer: Hierarchical Vision Transformer using Shifted Windows*, ICCV 2021; adaptive modules of
+Rojas-Gomez et al., *Making Vision Transformers Truly Shift-Equivariant*, CVPR 2024. Parameters have timm's names.
+
+The adaptive model is the default model plus anchors: one before the patch embedding (A-token), one before every patch
+merging (A-PMerge), one per stage before its windows (A-WSA). Tokens anchored modulo the window stay so through a stage
+of equivariant blocks, so a stage anchors once. On a torus there is no edge: shifted windows use no mask.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_
+from torch import Tensor, nn
+
+from common.anchors import MergeAnchor, Score
+from common.registry import register_model
+from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, merge_patches
+from common.windows import attend_in_windows, relative_positions
+
+
+class WindowAttention(nn.Module):
+    """Self-attention inside windows with a table of relative positions: (B, windows, tokens, C) -> the same."""
+
+    relative_position_index: Tensor
+
+    def __init__(self, *, dim: int, num_heads: int, window: tuple[int, int], qkv_bias: bool, attn_drop: float,
+                 proj_drop: float) -> None:  # fmt: skip
+        super().__init__()
+        self.num_heads = num_heads
+        self.attn_drop = attn_drop
+        rows, columns = (2 * side - 1 for side in window)
+        self.relative_position_bias_table = nn.Parameter(torch.empty(rows * columns, num_heads))
+        relative = relative_positions(window) + torch.tensor([side - 1 for side in window])
+        index = relative[..., 0] * columns + relative[..., 1]
+        self.register_buffer("relative_position_index", index, persistent=False)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        b, windows, n, c = x.shape
+        heads = self.num_heads
+        bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)  # heads, n, n
+        qkv = self.qkv(x).view(b, windows, n, 3, heads, c // heads).permute(3, 0, 1, 4, 2, 5)
+        if mask is None:
+            qkv = qkv.reshape(3, b * windows, heads, n, -1)
+            bias = bias[None]
+        else:  # windows beside heads: the mask of a window is broadcast over the batch, not copied
+            qkv = qkv.reshape(3, b, windows * heads, n, -1)
+            bias = (bias + mask[:, None]).flatten(0, 1)[None]
+        q, k, v = qkv.unbind(0)
+        dropout = self.attn_drop if self.training else 0.0
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype), dropout_p=dropout)
+        x = x.view(b, windows, heads, n, -1).transpose(2, 3).reshape(b, windows, n, c)
+        return self.proj_drop(self.proj(x))
+
+
+class SwinBlock(nn.Module):
+    """Attention in (shifted) windows, then an MLP, each pre-normalised and residual: (B, H, W, C) -> the same."""
+
+    def __init__(self, *, dim: int, num_heads: int, window: tuple[int, int], mlp_ratio: float, qkv_bias: bool,
+                 proj_drop: float, attn_drop: float, drop_path: float) -> None:  # fmt: skip
+        super().__init__()
+        self.window = window
+        self.norm1 = nn.LayerNorm(dim)
+        self.attn = WindowAttention(dim=dim, num_heads=num_heads, window=window, qkv_bias=qkv_bias,
+                                    attn_drop=attn_drop, proj_drop=proj_drop)  # fmt: skip
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=nn.GELU, drop=proj_drop)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None) -> Tensor:
+        x = x + self.drop_path(attend_in_windows(self.attn, self.norm1(x), self.window, shift, mask))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class PatchMerging(nn.Module):
+    """Concatenate 2 x 2 tokens, normalise, project (eq. patch_merge01): (B, H, W, C) -> (B, H/2, W/2, D)."""
+
+    def __init__(self, *, dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * dim)
+        self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reduction(self.norm(merge_patches(x)))
+
+    def anchor(self, anchor: MergeAnchor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return anchor(x, self.reduction, self.norm)
+
+
+class SwinStage(nn.Module):
+    """Patch merging (but in the first stage) and blocks that alternate between plain and shifted windows."""
+
+    def __init__(self, *, dim: int, out_dim: int, depth: int, downsample: bool, window: tuple[int, int],
+                 drop_path: list[float], **block: Any) -> None:  # fmt: skip
+        super().__init__()
+        self.downsample = PatchMerging(dim=dim, out_dim=out_dim) if downsample else nn.Identity()
+        self.blocks = nn.ModuleList(
+            SwinBlock(dim=out_dim, window=window, drop_path=drop_path[i], **block) for i in range(depth)
+        )
+
+
+class Swin(WindowedClassifier):
+    """Swin Transformer; ``adaptive=True`` makes it truly shift-equivariant with the same parameters.
+
+    Args:
+        img_size: image side or (height, width) the model is built for. Adaptive models take any multiple of
+            ``multiple``; default models take any multiple of the patch and pad windows.
+        adaptive: anchor tokens, windows and patch merging.
+        canonical: roll the image to its canonical place first, so that outputs are bit-identical under shifts.
+        anchors: which anchors an adaptive model has (the paper's ablation removes one at a time).
+        score: how tokens count in an anchor, see ``common.anchors.Score``.
+    """
+
+    model_type = "swin"
+
+    def __init__(self, *, img_size: int | tuple[int, int] = 224, patch_size: int = 4, in_chans: int = 3,
+                 num_classes: int = 1000, embed_dim: int = 96, depths: tuple[int, ...] = (2, 2, 6, 2),
+                 num_heads: tuple[int, ...] = (3, 6, 12, 24), window_size: int | tuple[int, int] = 7,
+                 mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
+                 attn_drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False,
+                 canonical: bool = True, anchors: tuple[str, ...] = ANCHORS, score: Score = "signed") -> None:  # fmt: skip
+        super().__init__(locals())
+        self.patch_embed = PatchEmbed(patch_size=patch_size, in_chans=in_chans, dim=embed_dim)
+        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        self.layers = nn.ModuleList(
+            SwinStage(dim=self.dims[max(i - 1, 0)], out_dim=self.dims[i], depth=depths[i], downsample=i > 0,
+                      window=self.windows[i], num_heads=num_heads[i], mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
+                      proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, drop_path=rates[i])
+            for i in range(len(depths))
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(self.num_features)
+        self.head = ClassifierHead(self.num_features, num_classes, pool_type="avg", drop_rate=drop_rate,
+                                   input_fmt="NHWC")  # fmt: skip
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Truncated normal weights of std 0.02, zero biases, as in the original."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim == 2:
+                trunc_normal_(parameter, std=0.02)
+
+    def no_weight_decay(self) -> set[str]:
+        return {name for name, _ in self.named_parameters() if "relative_position_bias_table" in name}
+
+
+@register_model
+def swin_micro(**kwargs: Any) -> Swin:
+    """For laptops and tests: 32 px, 16 x 16 tokens, 4 x 4 windows."""
+    arguments = dict(img_size=32, patch_size=2, num_classes=10, embed_dim=32, depths=(2, 2, 2), num_heads=(2, 4, 4),
+                     window_size=4, mlp_ratio=2.0, drop_path_rate=0.0)  # fmt: skip
+    return Swin(**(arguments | kwargs))
+
+
+@register_model
+def swin_tiny(**kwargs: Any) -> Swin:
+    """Swin-T, 28.3 M parameters."""
+    arguments = dict(embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.2)
+    return Swin(**(arguments | kwargs))
+
+
+@register_model
+def swin_small(**kwargs: Any) -> Swin:
+    """Swin-S, 49.6 M parameters."""
+    arguments = dict(embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.3)
+    return Swin(**(arguments | kwargs))
+
+
+@register_model
+def swin_base(**kwargs: Any) -> Swin:
+    """Swin-B, 87.8 M parameters."""
+    arguments = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32), drop_path_rate=0.5)
+    return Swin(**(arguments | kwargs))
