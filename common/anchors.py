@@ -6,7 +6,7 @@ strided operation at phase zero is equivariant. Nothing is learned in an anchor 
 under ``no_grad``, outside autocast, in float32 at least, and reduced over the grid in float64.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,13 @@ def _full(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _numeric(pair: Any) -> tuple[int, int]:
+    """A convolution's padding or stride, of which padding may be a word."""
+    if isinstance(pair, str):
+        raise ValueError(f"an anchored convolution needs its padding in pixels, not {pair!r}")
+    return pair[0], pair[1]
+
+
 class ConvAnchor(nn.Module):
     """A-token (eq. adaptive_token) and every other strided convolution: m* = argmax_m sum |conv at phase m|^2.
 
@@ -79,11 +86,11 @@ class ConvAnchor(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             x = _full(x)
             kh, kw = conv.kernel_size
-            ph, pw = conv.padding  # type: ignore[misc]
+            ph, pw = _numeric(conv.padding)
             bias = None if conv.bias is None else conv.bias.to(x)
-            t = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))  # type: ignore[operator]
+            t = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))
             t = F.conv2d(t, conv.weight.to(x), bias, groups=conv.groups)
-            return best_offset(phase_scores(token_energy(t, self.score, 1), conv.stride))  # type: ignore[arg-type]
+            return best_offset(phase_scores(token_energy(t, self.score, 1), _numeric(conv.stride)))
 
 
 class MergeAnchor(nn.Module):

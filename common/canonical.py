@@ -57,9 +57,9 @@ class Canonical(nn.Module):
         low, high = x.amin((1, 2, 3), keepdim=True), x.amax((1, 2, 3), keepdim=True)
         levels = ((x - low) * (LEVELS / (high - low).clamp_min(1e-30))).round()
         weights = [c % 5 + 1 for c in range(channels)]
-        s = sum(weight * levels[:, c] for c, weight in enumerate(weights))  # B, H, W
+        s = torch.stack([weight * levels[:, c] for c, weight in enumerate(weights)]).sum(0)  # B, H, W
         for dim in (1, 2):
-            s = sum(tap * s.roll(-i, dim) for i, tap in enumerate(TAPS))
+            s = torch.stack([tap * s.roll(-i, dim) for i, tap in enumerate(TAPS)]).sum(0)
 
         # what is left of 53 bits goes to the two kernels
         with torch.autocast(x.device.type, enabled=False):

@@ -34,12 +34,16 @@ class HubModel(nn.Module):
         names = inspect.signature(type(self).__init__).parameters
         self.config = {name: arguments[name] for name in names if name != "self"}
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> Path:
-        """Write config.json and model.safetensors; each file appears whole or not at all."""
+    def save_pretrained(self, save_directory: str | os.PathLike[str],
+                        state_dict: dict[str, Tensor] | None = None) -> Path:  # fmt: skip
+        """Write config.json and model.safetensors; each file appears whole or not at all.
+
+        ``state_dict``: other weights of the same model, for instance averaged or gathered ones.
+        """
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
         config = {"model_type": self.model_type, **self.config}
-        state = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        state = {name: tensor.contiguous() for name, tensor in (state_dict or self.state_dict()).items()}
         for name, write in (
             (CONFIG_NAME, lambda path: Path(path).write_text(json.dumps(config, indent=2) + "\n")),
             (WEIGHTS_NAME, lambda path: save_file(state, path, metadata={"format": "pt"})),

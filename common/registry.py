@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from .hub import CONFIG_NAME, HubModel, read_config, resolve_file
 
-__all__ = ["create_model", "from_pretrained", "list_models", "register_model"]
+__all__ = ["create_model", "defaults", "from_pretrained", "list_models", "register_model"]
 
 ARCHITECTURES = ("swin",)
 """Packages that register models when imported; also the ``model_type`` values a config may name."""
@@ -30,6 +30,11 @@ def register_model(build: Callable[..., M]) -> Callable[..., M]:
     return build
 
 
+def defaults(kwargs: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """``values`` where ``kwargs`` does not say otherwise: a variant's arguments under the caller's."""
+    return values | kwargs
+
+
 def _builders() -> dict[str, Callable[..., HubModel]]:
     for name in ARCHITECTURES:
         importlib.import_module(name)
@@ -42,7 +47,7 @@ def list_models(pattern: str = "*") -> list[str]:
 
 
 def create_model(name: str, **kwargs: Any) -> HubModel:
-    """Build a model with fresh weights. ``kwargs`` override its constructor's arguments (num_classes, img_size, ...)."""
+    """Build a model with fresh weights; ``kwargs`` override its arguments (num_classes, img_size, ...)."""
     builders = _builders()
     if name not in builders:
         near = difflib.get_close_matches(name, builders, n=3, cutoff=0.5)

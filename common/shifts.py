@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .seeding import hashed_uniform
+
 __all__ = ["circular_pad", "circular_shift", "random_shifts", "roll", "shift_and_crop", "standard_shift"]
 
 
@@ -52,7 +54,9 @@ def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1)) -> Tensor:
     """
     h, w = (d % x.ndim for d in dims)
     if not 0 < h < w:
-        raise ValueError(f"roll needs two increasing spatial dims after the batch, got dims={dims} for {x.ndim}-d input")
+        raise ValueError(
+            f"roll needs two increasing spatial dims after the batch, got dims={dims} for {x.ndim}-d input"
+        )
     if offset.shape != (x.shape[0], 2):
         raise ValueError(f"roll needs one (row, column) offset per sample, shape {(x.shape[0], 2)}, "
                          f"got {tuple(offset.shape)}")  # fmt: skip
@@ -87,7 +91,7 @@ def shift_and_crop(x: Tensor, shift: Tensor, size: tuple[int, int]) -> Tensor:
     """Shift (B, C, H, W) by ``shift`` (B, 2), then cut the central ``size``: real pixels come in, no padding.
 
     The paper's standard shift for ImageNet. A shift larger than the margin would show wrapped content; it raises no
-    error on the device, so draw shifts with ``random_shifts(..., max_shift=margin)``.
+    error on the device, so draw shifts within the margin.
     """
     top, left = ((have - want) // 2 for have, want in zip(x.shape[-2:], size, strict=True))
     if top < 0 or left < 0:
@@ -95,10 +99,8 @@ def shift_and_crop(x: Tensor, shift: Tensor, size: tuple[int, int]) -> Tensor:
     return circular_shift(x, shift)[..., top : top + size[0], left : left + size[1]]
 
 
-def random_shifts(count: int, max_shift: tuple[int, int], seed: int, low: tuple[int, int] = (0, 0)) -> Tensor:
-    """(count, 2) shifts, uniform in [low, max_shift] per axis. Row i depends on ``seed`` and i only, so that a data
-    set gets the same shifts whatever the batch size and the number of processes."""
-    generator = torch.Generator().manual_seed(seed)
-    unit = torch.rand(count, 2, generator=generator, dtype=torch.float64)
-    span = torch.tensor([hi - lo + 1 for lo, hi in zip(low, max_shift, strict=True)])
-    return (unit * span).long() + torch.tensor(low)
+def random_shifts(index: Tensor, low: tuple[int, int], high: tuple[int, int], *seeds: int) -> Tensor:
+    """(N, 2) shifts, uniform in [low, high] per axis, one per image. Row i depends on ``index[i]`` and ``seeds`` only,
+    so that a data set gets the same shifts whatever the batch size and the number of processes."""
+    span = torch.tensor([hi - lo + 1 for lo, hi in zip(low, high, strict=True)], device=index.device)
+    return (hashed_uniform(index, 2, *seeds) * span).long() + torch.tensor(low, device=index.device)

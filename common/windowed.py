@@ -43,6 +43,9 @@ class WindowedClassifier(Classifier):
 
     patch_embed: PatchEmbed
     layers: nn.ModuleList
+    token_anchor: ConvAnchor | None
+    merge_anchor: MergeAnchor | None
+    window_anchor: WindowAnchor | None
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         patch, depths, window = arguments["patch_size"], arguments["depths"], to_pair(arguments["window_size"])
@@ -74,7 +77,8 @@ class WindowedClassifier(Classifier):
             x, o = self.token_anchor(x, self.patch_embed.proj)
             offset = offset + o
         x = self.patch_embed(x)
-        stages = []
+        stages: Stages = []
+        stage: Any
         for i, stage in enumerate(self.layers[: last + 1]):
             stride, window = self.feature_info[i]["reduction"], self.windows[i]
             if i > 0 and self.merge_anchor is not None:

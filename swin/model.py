@@ -16,7 +16,7 @@ from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 
 from common.anchors import MergeAnchor, Score
-from common.registry import register_model
+from common.registry import defaults, register_model
 from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, merge_patches
 from common.windows import attend_in_windows, relative_positions
 
@@ -96,7 +96,7 @@ class SwinStage(nn.Module):
     """Patch merging (but in the first stage) and blocks that alternate between plain and shifted windows."""
 
     def __init__(self, *, dim: int, out_dim: int, depth: int, downsample: bool, window: tuple[int, int],
-                 drop_path: list[float], **block: Any) -> None:  # fmt: skip
+                 drop_path: Any, **block: Any) -> None:  # fmt: skip
         super().__init__()
         self.downsample = PatchMerging(dim=dim, out_dim=out_dim) if downsample else nn.Identity()
         self.blocks = nn.ModuleList(
@@ -123,7 +123,8 @@ class Swin(WindowedClassifier):
                  num_heads: tuple[int, ...] = (3, 6, 12, 24), window_size: int | tuple[int, int] = 7,
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
                  attn_drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False,
-                 canonical: bool = True, anchors: tuple[str, ...] = ANCHORS, score: Score = "signed") -> None:  # fmt: skip
+                 canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
+                 score: Score = "signed") -> None:  # fmt: skip
         super().__init__(locals())
         self.patch_embed = PatchEmbed(patch_size=patch_size, in_chans=in_chans, dim=embed_dim)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
@@ -152,28 +153,24 @@ class Swin(WindowedClassifier):
 
 @register_model
 def swin_micro(**kwargs: Any) -> Swin:
-    """For laptops and tests: 32 px, 16 x 16 tokens, 4 x 4 windows."""
-    arguments = dict(img_size=32, patch_size=2, num_classes=10, embed_dim=32, depths=(2, 2, 2), num_heads=(2, 4, 4),
-                     window_size=4, mlp_ratio=2.0, drop_path_rate=0.0)  # fmt: skip
-    return Swin(**(arguments | kwargs))
+    """For laptops and tests: 32 px, 8 x 8 tokens, 4 x 4 windows."""
+    return Swin(**defaults(kwargs, img_size=32, num_classes=10, embed_dim=64, depths=(2, 2), num_heads=(2, 4),
+                           window_size=4, drop_path_rate=0.0))  # fmt: skip
 
 
 @register_model
 def swin_tiny(**kwargs: Any) -> Swin:
     """Swin-T, 28.3 M parameters."""
-    arguments = dict(embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.2)
-    return Swin(**(arguments | kwargs))
+    return Swin(**defaults(kwargs, embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.2))
 
 
 @register_model
 def swin_small(**kwargs: Any) -> Swin:
     """Swin-S, 49.6 M parameters."""
-    arguments = dict(embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.3)
-    return Swin(**(arguments | kwargs))
+    return Swin(**defaults(kwargs, embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.3))
 
 
 @register_model
 def swin_base(**kwargs: Any) -> Swin:
     """Swin-B, 87.8 M parameters."""
-    arguments = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32), drop_path_rate=0.5)
-    return Swin(**(arguments | kwargs))
+    return Swin(**defaults(kwargs, embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32), drop_path_rate=0.5))

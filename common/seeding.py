@@ -1,0 +1,29 @@
+"""Random numbers by index: what happens to image i in epoch e is a function of (seed, e, i) and of nothing else, so
+that it does not depend on batch size, number of processes, workers, or where a run was interrupted."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["derive_seed", "hashed_uniform"]
+
+
+def _mix(z: Tensor) -> Tensor:
+    """The finaliser of splitmix64 on int64 tensors (products wrap around, shifts are logical)."""
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685  # 0x94D049BB133111EB
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def hashed_uniform(index: Tensor, columns: int, *seeds: int) -> Tensor:
+    """(N,) integers -> (N, columns) numbers in [0, 1), float64; row i depends on ``index[i]`` and ``seeds`` only."""
+    key = torch.zeros((), dtype=torch.long, device=index.device)
+    for seed in seeds:
+        key = _mix(key + seed - 7046029254386353131)  # 0x9E3779B97F4A7C15, the golden gamma
+    column = torch.arange(1, columns + 1, device=index.device)
+    z = _mix(_mix(index.long()[:, None] + key) + column * -7046029254386353131)
+    return ((z >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def derive_seed(*seeds: int) -> int:
+    """One seed for a library's generator out of several numbers."""
+    return int(hashed_uniform(torch.zeros(1, dtype=torch.long), 1, *seeds).item() * 2**31)

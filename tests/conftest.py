@@ -1,0 +1,88 @@
+"""What the tests share: one thread per process, real photographs, awkward images, weights that hide nothing."""
+
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+torch.set_num_threads(1)
+
+M = TypeVar("M", bound=nn.Module)
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+"""Real CIFAR-10 and CamVid, where they lie beside the checkout."""
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def randomize(model: M, seed: int = 0) -> M:
+    """Weights as after training: no zero bias, no unit gain, no equal position, lively running statistics."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if not tensor.is_floating_point():
+                continue
+            noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+            if name.endswith(("running_var",)):
+                tensor.copy_(1 + 0.3 * noise.abs())
+            elif tensor.ndim < 2:
+                tensor.copy_((1.0 if "norm" in name and name.endswith("weight") else 0.0) + 0.2 * noise)
+            else:
+                tensor.copy_(noise / tensor[0].numel() ** 0.5)
+    return model
+
+
+@pytest.fixture(scope="session")
+def photos() -> Tensor:
+    """Four real photographs, 224 x 224, normalised."""
+    from skimage import data
+    from sklearn.datasets import load_sample_images
+
+    arrays = [*load_sample_images().images, data.astronaut(), data.coffee()]
+    images = []
+    for array in arrays:
+        image = torch.from_numpy(array.copy()).permute(2, 0, 1)[None].float() / 255
+        images.append(F.interpolate(image, (224, 224), mode="bilinear", antialias=True))
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    return (torch.cat(images) - mean) / std
+
+
+def awkward_images(side: int) -> dict[str, Tensor]:
+    """Images whose energies tie, in whole or in part."""
+    zero = torch.zeros(1, 3, side, side)
+    columns = torch.arange(side)
+    generator = torch.Generator().manual_seed(7)
+    blob = torch.rand(3, 6, 6, generator=generator)
+
+    def put(places: list[tuple[int, int]], signs: tuple[int, ...] = (1, 1)) -> Tensor:
+        image = zero.clone()
+        for (h, w), sign in zip(places, signs, strict=True):
+            image[0, :, h : h + 6, w : w + 6] = sign * blob
+        return image
+
+    far = side // 2
+    bright = zero.clone()
+    bright[0, 1, 3, 9] = 5.0
+    return {
+        "constant": zero + 0.4,
+        "black": zero.clone(),
+        "periodic": (columns % 4 < 2).float().expand(1, 3, side, side).contiguous(),
+        "stripes": (1.0 - 2.0 * (columns % 4 < 2).float()).expand(1, 3, side, side).contiguous(),
+        "checkerboard": ((columns[:, None] + columns) % 2).float().expand(1, 3, side, side).contiguous(),
+        "half white": (columns < far).float()[:, None].expand(1, 3, side, side).contiguous(),
+        "saturated": torch.randn(1, 3, side, side, generator=generator).sign() * 3,
+        "one bright pixel": bright,
+        "two identical objects": put([(1, 2), (far + 1, 12)]),
+        "two identical objects, half a patch apart": put([(1, 2), (far + 3, 12)]),
+        "object and its negative": put([(1, 2), (far + 2, 14)], (1, -1)),
+    }
+
+
+ALL_PHASES = [(h, w) for h in range(4) for w in range(4)]
+LARGE_SHIFTS = [(17, 101), (-5, 223), (-64, 33), (225, 450), (112, -1)]

@@ -1,0 +1,209 @@
+"""Anchors in float64: whatever they choose, the tokens they return are the same tokens, at the place they say."""
+
+import pytest
+import torch
+from conftest import ALL_PHASES, awkward_images
+from torch import Tensor, nn
+
+from common.anchors import ConvAnchor, MergeAnchor, Score, WindowAnchor, best_offset, phase_scores, token_energy
+from common.canonical import Canonical
+from common.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
+from common.shifts import roll
+from common.upsample import unpool
+from common.windowed import merge_patches
+
+SHIFTS = [*ALL_PHASES, (9, -7), (-30, 41), (56, 28)]
+SIZES = [(28, 28), (28, 56)]
+
+
+def image(size: tuple[int, int], channels: int = 3) -> Tensor:
+    return torch.randn(2, channels, *size, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("conv", [
+    nn.Conv2d(3, 8, 4, stride=4), nn.Conv2d(3, 8, 7, stride=4, padding=2), nn.Conv2d(3, 8, 7, stride=4, padding=3),
+    nn.Conv2d(3, 3, 3, stride=2, padding=1, groups=3, bias=False),
+], ids=["patch", "k7p2", "k7p3", "depthwise"])  # fmt: skip
+@pytest.mark.parametrize("score", ["signed", "energy"])
+def test_strided_convolution_after_its_anchor(conv: nn.Conv2d, size: tuple[int, int], score: Score) -> None:
+    circular = nn.Conv2d(conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding,
+                         groups=conv.groups, bias=conv.bias is not None, padding_mode="circular").double()  # fmt: skip
+    anchor = ConvAnchor(score=score)
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        x, offset = anchor(x, circular)
+        return circular(x), offset
+
+    assert_shift_equivariant(f, image(size), SHIFTS, anchored(conv.stride[0]))
+    unanchored = lambda x: (circular(x), torch.zeros(2, 2, dtype=torch.long))  # noqa: E731
+    with pytest.raises(AssertionError):
+        assert_shift_equivariant(unanchored, image(size), [(1, 0)], anchored(conv.stride[0]))
+
+
+def test_conv_anchor_picks_the_phase_of_most_energy() -> None:
+    conv = nn.Conv2d(3, 8, 4, stride=4).double()
+    x = image((28, 28))
+    energy = torch.stack([
+        conv(roll(x, torch.tensor(phase).expand(2, 2))).square().sum((1, 2, 3)) for phase in ALL_PHASES
+    ], 1)  # fmt: skip
+    expected = torch.tensor(ALL_PHASES)[energy.argmax(1)]
+    assert torch.equal(ConvAnchor(score="energy").offset(x, conv), expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("normed", [True, False])
+def test_patch_merging_after_its_anchor(size: tuple[int, int], normed: bool) -> None:
+    norm, reduction = nn.LayerNorm(12).double(), nn.Linear(12, 6, bias=False).double()
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    anchor = MergeAnchor()
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        x, offset = anchor(x.permute(0, 2, 3, 1), reduction, norm if normed else None)
+        return reduction(norm(merge_patches(x))), offset
+
+    assert_shift_equivariant(f, image(size), SHIFTS, anchored(2, dims=(1, 2)))
+
+
+def test_folded_layer_norm_scores_as_the_stock_merging_does() -> None:
+    norm, reduction = nn.LayerNorm(12).double(), nn.Linear(12, 6, bias=False).double()
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x = image((28, 56)).permute(0, 2, 3, 1)
+    phases = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    energy = torch.stack([
+        reduction(norm(merge_patches(roll(x, torch.tensor(p).expand(2, 2), (1, 2))))).square().sum((1, 2, 3))
+        for p in phases
+    ], 1)  # fmt: skip
+    expected = torch.tensor(phases)[energy.argmax(1)]
+    assert torch.equal(MergeAnchor(score="energy").offset(x, reduction, norm), expected)
+
+
+@pytest.mark.parametrize("size", [(28, 28), (28, 56), (7, 7), (14, 7), (7, 21)], ids=str)
+def test_windows_after_their_anchor_hold_the_same_tokens(size: tuple[int, int]) -> None:
+    """A single window (7 x 7), and a single window on one axis, have no partition to choose: they must not tie."""
+    anchor = WindowAnchor()
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        x, offset = anchor(x.permute(0, 2, 3, 1), (7, 7))
+        windows = x.reshape(2, size[0] // 7, 7, size[1] // 7, 7, 3).permute(0, 1, 3, 2, 4, 5)
+        return windows.flatten(3), offset  # one row per window: equal only if its tokens stand in the same order
+
+    shifts = [(h, w) for h in range(7) for w in range(7)] + [(-9, 40), (70, -3)]
+    assert_shift_equivariant(f, image(size), shifts, anchored(7, dims=(1, 2)))
+
+
+def test_window_anchor_follows_the_papers_score() -> None:
+    x = image((14, 21)).permute(0, 2, 3, 1)
+    norms, best = x.norm(dim=-1), []
+    for sample in norms:
+        scores = {}
+        for h in range(7):
+            for w in range(7):
+                windows = sample.roll((-h, -w), (0, 1)).view(2, 7, 3, 7).mean((1, 3))
+                scores[h, w] = windows.square().sum().sqrt().item()
+        best.append(max(scores, key=lambda key: scores[key]))
+    assert WindowAnchor().offset(x, (7, 7)).tolist() == [list(b) for b in best]
+
+
+def test_signed_score_tells_a_token_from_its_negative() -> None:
+    """Stripes of +-1, two pixels wide, under a convolution without bias: equal energies, different content."""
+    conv = nn.Conv2d(3, 8, 4, stride=4, bias=False).double()
+    stripes = awkward_images(28)["stripes"].double()
+
+    def f(score: Score, x: Tensor) -> Tensor:
+        return conv(ConvAnchor(score=score)(x, conv)[0]).mean((2, 3))  # rows are equal: any row offset will do
+
+    assert_shift_equivariant(lambda x: f("signed", x), stripes, SHIFTS)
+    errors = [shift_error(lambda x: f("energy", x), stripes, shift) for shift in SHIFTS]
+    assert max(errors) > 0.1  # the paper's score does tie here: the option exists, and this is its price
+
+
+def test_scores_are_taken_in_full_precision_outside_autocast() -> None:
+    conv, x = nn.Conv2d(3, 8, 4, stride=4), torch.randn(8, 3, 28, 28)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ConvAnchor().offset(x, conv), ConvAnchor().offset(x.double(), conv.double()))
+
+
+def test_phase_scores_and_energy() -> None:
+    energy = torch.arange(16.0).view(1, 4, 4)
+    scores = phase_scores(energy, (2, 2))
+    assert scores.tolist() == [[[20, 24], [36, 40]]]
+    assert best_offset(scores).tolist() == [[1, 1]]
+    assert token_energy(torch.tensor([[3.0, 4.0]]).view(1, 2, 1, 1), "energy", 1).item() == 25
+    with pytest.raises(ValueError, match="no whole phases"):
+        phase_scores(energy, (3, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_canonical_anchor_takes_every_shifted_copy_to_one_array(dtype: torch.dtype) -> None:
+    canonical = Canonical()
+    images = {**awkward_images(56), "noise": torch.randn(1, 3, 56, 56)}
+    for name, x in images.items():
+        x = x.to(dtype)
+        reference, offset = canonical(x)
+        assert torch.equal(roll(x, offset), reference)
+        for shift in [(1, 0), (0, 1), (3, 2), (-17, 40), (28, 28), (55, 1)]:
+            moved = roll(x, torch.tensor([shift]))
+            assert torch.equal(canonical(moved)[0], reference), f"{name} at {shift}"
+
+
+def test_canonical_anchor_takes_any_size_and_refuses_one_that_is_too_large() -> None:
+    canonical = Canonical(max_side=64)
+    x = torch.randn(2, 1, 30, 52)
+    assert torch.equal(canonical(x.roll((7, -9), (2, 3)))[0], canonical(x)[0])
+    with pytest.raises(ValueError, match="canonical=False"):
+        canonical(torch.zeros(1, 1, 65, 64))
+
+
+class MergeClassifier(nn.Module):
+    """The paper's first example (appendix, A-pmerge usage): adaptive merging, mean over the grid, a linear layer."""
+
+    def __init__(self, dim: int, num_classes: int) -> None:
+        super().__init__()
+        self.norm, self.reduction = nn.LayerNorm(4 * dim), nn.Linear(4 * dim, 2 * dim, bias=False)
+        self.anchor, self.head = MergeAnchor(), nn.Linear(2 * dim, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.anchor(x.permute(0, 2, 3, 1), self.reduction, self.norm)
+        return self.head(self.reduction(self.norm(merge_patches(x))).mean((1, 2)))
+
+
+def test_papers_merging_classifier_is_invariant() -> None:
+    model = MergeClassifier(dim=3, num_classes=4).double().eval()
+    shifts = [(h, w) for h in range(-3, 4) for w in range(-3, 4)]
+    assert_shift_equivariant(model, image((8, 8)), shifts, invariant)
+
+
+class EncoderDecoder(nn.Module):
+    """The paper's second example (appendix, simple encoder-decoder): merge, choose windows, unpool to where it was."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.reduction = nn.LayerNorm(4 * dim), nn.Linear(4 * dim, 2 * dim, bias=False)
+        self.merge_anchor, self.window_anchor = MergeAnchor(), WindowAnchor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, merged = self.merge_anchor(x.permute(0, 2, 3, 1), self.reduction, self.norm)
+        x, windowed = self.window_anchor(self.reduction(self.norm(merge_patches(x))), (7, 7))
+        return roll(unpool(x.permute(0, 3, 1, 2), 2), -(merged + 2 * windowed))
+
+
+def test_papers_encoder_decoder_moves_with_its_input() -> None:
+    model = EncoderDecoder(dim=3).double().eval()
+    shifts = [(h, w) for h in range(-6, 7, 3) for w in range(-6, 7)]
+    assert_shift_equivariant(model, image((28, 28)), shifts, dense)
+
+
+def test_the_helper_fails_what_is_not_equivariant() -> None:
+    conv = nn.Conv2d(3, 3, 3, padding=1).double()  # zero padding: wrong at the border only
+    with pytest.raises(AssertionError, match="not shift-equivariant"):
+        assert_shift_equivariant(conv, image((28, 28)), [(1, 0)], dense)
+    nan = lambda x: x.mean((1, 2, 3)) * float("nan")  # noqa: E731
+    with pytest.raises(AssertionError, match="not shift-equivariant"):
+        assert_shift_equivariant(nan, image((28, 28)), [(1, 0)])
+    with pytest.raises(AssertionError, match="do not lie on one grid"):
+        shift_error(lambda x: (x, torch.zeros(2, 2, dtype=torch.long)), image((28, 28)), (1, 0), anchored(2))
+    with pytest.raises(ValueError, match="no shift"):
+        assert_shift_equivariant(conv, image((28, 28)), [])
