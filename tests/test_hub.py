@@ -1,0 +1,113 @@
+"""Files: what was saved comes back to the bit, and what is broken or foreign is refused by name."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import randomize
+from safetensors.torch import load_file, save_file
+
+from common import create_model, from_pretrained, list_models
+from swin import Swin
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return randomize(create_model("a_swin_micro")).save_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", list_models("*_micro"))
+def test_save_and_load_give_the_same_logits(name: str, tmp_path: Path) -> None:
+    model = randomize(create_model(name)).eval()
+    model.save_pretrained(tmp_path)
+    for loaded in (from_pretrained(str(tmp_path)), type(model).from_pretrained(tmp_path)):
+        assert type(loaded) is type(model)
+        assert loaded.config == model.config  # tuples are tuples again
+        assert not loaded.training
+        x = torch.randn(2, 3, *model.img_size)
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_a_default_checkpoint_loads_as_adaptive(tmp_path: Path) -> None:
+    model = randomize(create_model("swin_micro"))
+    model.save_pretrained(tmp_path)
+    adaptive = Swin.from_pretrained(tmp_path, adaptive=True)
+    assert adaptive.adaptive
+    assert all(
+        torch.equal(a, b) for a, b in zip(adaptive.state_dict().values(), model.state_dict().values(), strict=True)
+    )
+
+
+def test_reset_classifier_survives_saving(tmp_path: Path) -> None:
+    model = create_model("a_swin_micro")
+    model.reset_classifier(7)
+    model.save_pretrained(tmp_path)
+    assert from_pretrained(str(tmp_path))(torch.zeros(1, 3, 32, 32)).shape == (1, 7)
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(saved: Path) -> None:
+    path = saved / "model.safetensors"
+    state = load_file(path)
+    for change, message in (
+        ({"norm.weight": None}, "missing norm.weight"),
+        ({"extra": torch.zeros(1)}, "unexpected extra"),
+        ({"norm.weight": torch.zeros(3)}, r"norm.weight has shape \(3,\), expected \(128,\)"),
+    ):
+        save_file({k: v for k, v in (state | change).items() if v is not None}, path)
+        with pytest.raises(ValueError, match=message):
+            from_pretrained(str(saved))
+
+
+def test_truncated_and_hostile_weights_are_refused(saved: Path) -> None:
+    path = saved / "model.safetensors"
+    whole = path.read_bytes()
+    marker = saved / "executed"
+
+    class Hostile:
+        def __reduce__(self) -> tuple:
+            return Path.touch, (marker,)
+
+    for content in (whole[: len(whole) // 2], b"", pickle.dumps(Hostile()), (2**60).to_bytes(8, "little") + whole[8:]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="not a whole safetensors file"):
+            from_pretrained(str(saved))
+    assert not marker.exists()
+
+
+def test_missing_files_say_what_to_do(saved: Path) -> None:
+    (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model.bin'\] are pickles and are never loaded"):
+        from_pretrained(str(saved))
+    (saved / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        from_pretrained(str(saved))
+    with pytest.raises(FileNotFoundError, match="not a Hub id"):
+        from_pretrained("/nowhere/at/all")
+    with pytest.raises(ValueError, match="is a file"):
+        from_pretrained(str(saved / "pytorch_model.bin"))
+
+
+def test_configs_hold_arguments_and_nothing_else(saved: Path) -> None:
+    path = saved / "config.json"
+    config = json.loads(path.read_text())
+    for change, message in (
+        ({"auto_map": "evil.py"}, r"unknown keys \['auto_map'\]"),
+        ({"model_type": "os"}, "model_type is 'os', expected one of"),
+        ({"anchors": ["token", "everything"]}, r"unknown anchors \['everything'\]"),
+    ):
+        path.write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=message):
+            from_pretrained(str(saved))
+    path.write_text("[1, 2")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        from_pretrained(str(saved))
+
+
+def test_unknown_names_suggest_near_ones() -> None:
+    with pytest.raises(ValueError, match="unknown model 'a_swin_tinny': did you mean a_swin_tiny"):
+        create_model("a_swin_tinny")
+    with pytest.raises(TypeError, match="embed_dimm"):
+        create_model("swin_micro", embed_dimm=3)
+    assert "a_swin_tiny" in list_models("a_*")

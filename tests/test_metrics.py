@@ -1,0 +1,120 @@
+"""Metrics against their definitions: a wrong count here would make every table wrong."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.data import Arrays, Preprocess, check_finite, load_data
+from common.evaluation import evaluate
+from common.metrics import c_cons, s_cons, top1
+
+
+def by_brightest_column(x: Tensor) -> Tensor:
+    """A classifier that depends on where the light is: label = quarter of the width with most light."""
+    return x.mean((1, 2)).view(len(x), 4, -1).sum(-1)
+
+
+def by_mean(x: Tensor) -> Tensor:
+    """A classifier that a circular shift cannot change."""
+    mean = x.double().mean((1, 2, 3))
+    return torch.stack([mean, -mean], 1)
+
+
+def test_top1_counts_over_all_batches() -> None:
+    x = torch.zeros(3, 1, 8, 8)
+    x[0, :, :, 0] = x[1, :, :, 7] = x[2, :, :, 3] = 1
+    assert top1(by_brightest_column, (x, torch.tensor([0, 3, 0]))) == pytest.approx(200 / 3)
+    assert top1(by_brightest_column, [(x[:1], torch.tensor([0])), (x[1:], torch.tensor([3, 0]))]) == pytest.approx(
+        200 / 3
+    )
+    with pytest.raises(ValueError, match="needs labels"):
+        top1(by_brightest_column, x)
+    with pytest.raises(ValueError, match="empty"):
+        top1(by_brightest_column, [])
+
+
+def test_c_cons_is_the_chance_that_two_shifts_agree() -> None:
+    """One bright column: the label is its quarter, so two uniform shifts agree with probability 1/4."""
+    x = torch.zeros(4000, 1, 4, 16)
+    x[..., 5] = 1
+    share = c_cons(by_brightest_column, x, seed=1) / 100
+    assert abs(share - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 4000)
+    assert c_cons(by_brightest_column, x, max_shift=0) == 100.0
+    assert c_cons(by_brightest_column, x[:50], worst=3) == 100.0  # columns 5, 6, 7: one quarter
+    assert c_cons(by_brightest_column, x[:50], worst=4) == 0.0
+
+
+def test_metrics_do_not_depend_on_batching() -> None:
+    x = torch.randn(30, 1, 16, 16)
+    whole, parts = (
+        c_cons(by_brightest_column, x, seed=3, pairs=2),
+        c_cons(by_brightest_column, x.split(7), seed=3, pairs=2),
+    )
+    assert whole == parts
+    assert s_cons(by_brightest_column, x, seed=3) == s_cons(by_brightest_column, x.split(11), seed=3)
+
+
+def test_s_cons_sees_the_border() -> None:
+    x = torch.zeros(64, 1, 16, 16)
+    x[:, :, :, 0] = 1.0
+    x[:, :, 3, 8] = -0.5
+    assert c_cons(by_mean, x) == 100.0
+    assert s_cons(by_mean, x, max_shift=2) < 100.0  # a shift to the left loses the bright column
+
+
+def test_s_cons_with_a_crop_needs_the_margin() -> None:
+    x = torch.randn(8, 1, 20, 20)
+    assert 0 <= s_cons(by_brightest_column, x, crop=(16, 16)) <= 100
+    with pytest.raises(ValueError, match="leaves the margin"):
+        s_cons(by_brightest_column, x, crop=(16, 16), max_shift=3)
+
+
+def test_evaluate_agrees_with_the_metrics() -> None:
+    _, test = load_data("digits")
+    preprocess = Preprocess(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
+    images = preprocess.evaluate(test.images)
+    measured = evaluate(by_brightest_column, test, preprocess, ["top1", "c_cons@8", "s_cons", "c_cons_worst@2"],
+                        batch_size=77, seed=4, progress=False)  # fmt: skip
+    assert measured["images"] == 360
+    assert measured["top1"] == top1(by_brightest_column, (images, test.labels))
+    assert measured["c_cons@8"] == c_cons(by_brightest_column, images, max_shift=8, seed=4)
+    assert measured["s_cons"] == s_cons(by_brightest_column, images, seed=4)
+    assert measured["c_cons_worst@2"] == c_cons(by_brightest_column, images, worst=2)
+    with pytest.raises(ValueError, match="unknown metric 'accuracy': choose among top1"):
+        evaluate(by_brightest_column, test, preprocess, ["accuracy"])
+
+
+def test_digits_are_real_held_out_and_drawn_with_a_margin() -> None:
+    train, test = load_data("digits")
+    assert (len(train), len(test)) == (1437, 360)
+    assert len(torch.cat([train.images, test.images]).flatten(1).unique(dim=0)) > 1790
+    border = train.images.clone()
+    border[:, :, 4:-4, 4:-4] = 0
+    assert border.sum() == 0
+    assert set(test.labels.tolist()) == set(range(10))
+
+
+def test_bad_data_are_refused() -> None:
+    images = torch.zeros(3, 3, 8, 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="3 images but 2 labels"):
+        Arrays(images, torch.zeros(2, dtype=torch.long), ("a",))
+    with pytest.raises(ValueError, match="labels run from 0 to 5, but there are 2 classes"):
+        Arrays(images, torch.tensor([0, 5, 1]), ("a", "b"))
+    with pytest.raises(ValueError, match="empty"):
+        Arrays(images[:0], torch.zeros(0, dtype=torch.long), ("a",))
+    broken = torch.zeros(2, 3, 8, 8)
+    broken[1, 0, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"predict: images \[1\] of the batch hold NaN or Inf"):
+        check_finite(broken, "predict")
+
+
+def test_augmentation_belongs_to_seed_epoch_and_image() -> None:
+    train, _ = load_data("digits")
+    preprocess = Preprocess(size=(32, 32), rotate=10, scale=0.1, flip=True, circular=True)
+    index = torch.tensor([5, 900, 17])
+    whole = preprocess.train(train.images[index], index, 0, 3)
+    alone = preprocess.train(train.images[index[1:2]], index[1:2], 0, 3)
+    assert torch.equal(whole[1:2], alone)
+    assert not torch.equal(whole, preprocess.train(train.images[index], index, 0, 4))
