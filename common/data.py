@@ -4,7 +4,10 @@ A split of small images lives as one uint8 array, on the device where there is o
 indices. Resizing, augmentation and normalisation happen on the device, on whole batches.
 """
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +18,10 @@ from torch.utils.data import Dataset
 from .seeding import hashed_uniform
 from .shifts import circular_shift
 
-__all__ = ["Arrays", "Preprocess", "check_finite", "load_data", "load_digits_data"]
+__all__ = ["PREPROCESSOR_NAME", "Arrays", "Preprocess", "check_finite", "load_data", "load_digits_data"]
+
+
+PREPROCESSOR_NAME = "preprocessor_config.json"
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,12 @@ def load_digits_data(size: int = 32, margin: int = 4) -> tuple[Arrays, Arrays]:
 
 
 def load_data(name: str) -> tuple[Arrays, Arrays]:
-    """Train and test split of a data set by name."""
+    """Train and test split by name: ``digits``, or a folder (see ``common.sources``)."""
     if name == "digits":
         return load_digits_data()
-    raise ValueError(f"unknown data {name!r}: expected 'digits'")
+    from .sources import load_folder
+
+    return load_folder(Path(name))
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,19 @@ class Preprocess:
     rotate: float = 0.0
     scale: float = 0.0
     circular: bool = False
+
+    def save(self, directory: Path) -> None:
+        """Write what evaluation needs beside a model, as preprocessor_config.json."""
+        stored = {key: getattr(self, key) for key in ("size", "resize", "mean", "std")}
+        (directory / PREPROCESSOR_NAME).write_text(json.dumps(stored, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "Preprocess":
+        stored = json.loads(path.read_text())
+        if unknown := sorted(set(stored) - {"size", "resize", "mean", "std"}):
+            raise ValueError(f"{path} has unknown keys {unknown}")
+        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
+        return cls(**arguments)
 
     def canvas(self, images: Tensor) -> Tensor:
         """Resized and normalised, not yet cropped: what a standard shift with a crop starts from."""

@@ -162,9 +162,8 @@ def train(name: str, recipe: Recipe, options: RunOptions) -> dict[str, Any]:
             best = log.evaluation(bar, results, progress)
             state = weights()
             if accelerator.is_main_process:
-                plain.save_pretrained(output, state)
-                if best:
-                    plain.save_pretrained(output / "best", state)
+                for directory in (output, output / "best") if best else (output,):
+                    preprocess.save(plain.save_pretrained(directory, state))
     bar.close()
     results = {"model": recipe.model, **results, "parameters": parameters, "recipe": name, "epochs": recipe.epochs,
                "precision": accelerator.mixed_precision, "processes": accelerator.num_processes,

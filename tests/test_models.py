@@ -29,7 +29,7 @@ def test_forward_as_in_timm(name: str) -> None:
     logits = model(x)
     assert logits.shape == (2, 10)
     assert torch.equal(model.forward_head(model.forward_features(x)), logits)
-    final, stages = model.forward_intermediates(x)
+    _, stages = model.forward_intermediates(x)
     for info, stage in zip(model.feature_info, stages, strict=True):
         side = [s // info["reduction"] for s in model.img_size]
         assert stage.shape == (2, info["num_chs"], *side)
