@@ -42,11 +42,15 @@ def token_energy(t: Tensor, score: Score, dim: int) -> Tensor:
     if score == "signed":
         shape = [1] * t.ndim
         shape[dim] = -1
-        channel = torch.arange(t.shape[dim], device=t.device, dtype=t.dtype)
-        direction = torch.sin(1.0 + 12.9898 * channel) * (2.0 / t.shape[dim]) ** 0.5
         rms = _wide(energy).mean((-2, -1), keepdim=True).sqrt()
-        energy = _wide(energy) + 0.01 * rms * _wide((t * direction.view(shape)).sum(dim))
+        energy = _wide(energy) + 0.01 * rms * _wide((t * _direction(t.shape[dim], t).view(shape)).sum(dim))
     return energy
+
+
+def _direction(channels: int, like: Tensor) -> Tensor:
+    """A fixed vector of about unit length that no model is likely to be aligned with."""
+    channel = torch.arange(channels, device=like.device, dtype=like.dtype)
+    return torch.sin(1.0 + 12.9898 * channel) * (2.0 / channels) ** 0.5
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -132,11 +136,19 @@ class MergeAnchor(nn.Module):
 class WindowAnchor(nn.Module):
     """A-WSA (eq. a_wsa): m* = argmax_m || v_m ||_2, v_m[k] the mean token norm in window k of the partition at m.
 
-    An axis on which the grid is a single window has no partition to choose (all tie, the paper's score would pick
-    noise): there the strongest token, or on one such axis the strongest row or column, comes first.
+    The paper's score ties where it should not: it cannot see where in its window a bright token sits, and norms are all
+    equal after a LayerNorm at its initial gain. ``signed`` breaks such ties: a token counts with its norm plus a little
+    of one fixed direction, and the mean over a window has slightly uneven weights.
+
+    An axis on which the grid is a single window has no partition to choose: there the strongest token, or on one such
+    axis the strongest row or column, comes first.
 
     Shapes: x (B, H, W, C) -> rolled x, offsets (B, 2) in [0, window).
     """
+
+    def __init__(self, *, score: Score = "signed") -> None:
+        super().__init__()
+        self.score: Score = score
 
     def forward(self, x: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
         offset = self.offset(x, window)
@@ -144,18 +156,26 @@ class WindowAnchor(nn.Module):
 
     @torch.no_grad()
     def offset(self, x: Tensor, window: tuple[int, int]) -> Tensor:
-        (wh, ww) = window
         with torch.autocast(x.device.type, enabled=False):
-            norm = _wide(_full(x).square().sum(-1)).sqrt()  # B, H, W
-            single = (x.shape[1] == wh, x.shape[2] == ww)
+            x = _full(x)
+            strength = _wide(x.square().sum(-1)).sqrt()  # B, H, W
+            if self.score == "signed":
+                strength = strength + 0.1 * _wide((x * _direction(x.shape[-1], x)).sum(-1))
+            single = (x.shape[1] == window[0], x.shape[2] == window[1])
             if all(single):
-                return best_offset(norm)
-            padded = circular_pad(norm[:, None], (0, ww - 1, 0, wh - 1))
-            energy = F.avg_pool2d(padded, (wh, ww), stride=1)[:, 0].square()  # v^2 of the window starting at each token
+                return best_offset(strength)
+            rows, columns = (self._window_mean(n, w, strength) for n, w in zip(x.shape[1:3], window, strict=True))
+            energy = (rows @ strength @ columns.T).square()  # v^2 of the window that starts at each token
             if not any(single):
-                return best_offset(phase_scores(energy, (wh, ww)))
+                return best_offset(phase_scores(energy, window))
             # one axis alone is a single window: its strongest line, and the best partition of the other axis
-            lines = norm.square()
-            rows = lines.sum(2) if single[0] else energy.sum(2).view(len(x), -1, wh).sum(1)
-            columns = lines.sum(1) if single[1] else energy.sum(1).view(len(x), -1, ww).sum(1)
-            return torch.stack([rows.argmax(1), columns.argmax(1)], 1)
+            by_row = strength.sum(2) if single[0] else energy.sum(2).view(len(x), -1, window[0]).sum(1)
+            by_column = strength.sum(1) if single[1] else energy.sum(1).view(len(x), -1, window[1]).sum(1)
+            return torch.stack([by_row.argmax(1), by_column.argmax(1)], 1)
+
+    def _window_mean(self, n: int, window: int, like: Tensor) -> Tensor:
+        """(n, n) matrix that takes the mean, slightly uneven for ``signed``, of ``window`` places from each on."""
+        place = torch.arange(n, device=like.device)
+        ahead = ((place - place[:, None]) % n).to(like.dtype)
+        weight = 1 + 0.1 * torch.sin(2 + 7.31 * ahead) if self.score == "signed" else torch.ones_like(ahead)
+        return torch.where(ahead < window, weight / window, 0)

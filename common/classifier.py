@@ -80,10 +80,15 @@ class Classifier(HubModel):
 
     def forward_stages(self, x: Tensor, last: int) -> Stages:
         """Tokens (B, H/s, W/s, C) of stages 0..last, each with the pixel offsets (B, 2) of its grid's origin."""
-        raise NotImplementedError
+        return self.walk(x, last)[0]
+
+    def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
+        """Stages 0..last, and the tokens that leave the last of them (with a class token, where there is one)."""
+        stages = self.forward_stages(x, last)
+        return stages, stages[-1][0]
 
     def forward_features(self, x: Tensor) -> Tensor:
-        return self.norm(self.forward_stages(x, len(self.feature_info) - 1)[-1][0])
+        return self.norm(self.walk(x, len(self.feature_info) - 1)[1])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return self.head(x, pre_logits=pre_logits)
@@ -107,7 +112,7 @@ class Classifier(HubModel):
             take = list(range(count))[-indices:]
         else:
             take = [range(count)[i] for i in indices]
-        stages = self.forward_stages(x, max(take) if stop_early else count - 1)
+        stages, final = self.walk(x, max(take) if stop_early else count - 1)
         intermediates = []
         for i in take:
             feature, offset = stages[i]
@@ -116,7 +121,6 @@ class Classifier(HubModel):
             intermediates.append((feature, offset) if return_offsets else feature)
         if intermediates_only:
             return intermediates
-        final = stages[-1][0]
         return (self.norm(final) if len(stages) == count else final), intermediates
 
     def run(self, module: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -10,7 +10,7 @@ from .hub import CONFIG_NAME, HubModel, read_config, resolve_file
 
 __all__ = ["create_model", "defaults", "from_pretrained", "list_models", "register_model"]
 
-ARCHITECTURES = ("swin",)
+ARCHITECTURES = ("swin", "swinv2", "cvt", "mvitv2")
 """Packages that register models when imported; also the ``model_type`` values a config may name."""
 
 _BUILDERS: dict[str, Callable[..., HubModel]] = {}

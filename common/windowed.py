@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch.nn.functional as F
+from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from .anchors import ConvAnchor, MergeAnchor, WindowAnchor
@@ -69,7 +70,15 @@ class WindowedClassifier(Classifier):
         score = arguments["score"]
         self.token_anchor = ConvAnchor(score=score) if adaptive and "token" in anchors else None
         self.merge_anchor = MergeAnchor(score=score) if adaptive and "merge" in anchors else None
-        self.window_anchor = WindowAnchor() if adaptive and "window" in anchors else None
+        self.window_anchor = WindowAnchor(score=score) if adaptive and "window" in anchors else None
+
+    def init_weights(self) -> None:
+        """Linear layers get truncated normal weights of std 0.02 and zero biases, as in the original."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def forward_stages(self, x: Tensor, last: int) -> Stages:
         x, offset = self.enter(x)

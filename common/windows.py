@@ -6,7 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["attend_in_windows", "partition", "relative_positions", "reverse", "shifted_window_mask", "window_shift"]
+__all__ = [
+    "attend",
+    "attend_in_windows",
+    "partition",
+    "relative_position_index",
+    "reverse",
+    "shifted_window_mask",
+    "window_shift",
+]
 
 
 def partition(x: Tensor, window: tuple[int, int]) -> Tensor:
@@ -23,10 +31,28 @@ def reverse(x: Tensor, window: tuple[int, int], size: tuple[int, int]) -> Tensor
     return x.permute(0, 1, 3, 2, 4, 5).reshape(b, *size, c)
 
 
-def relative_positions(window: tuple[int, int]) -> Tensor:
-    """(tokens, tokens, 2): row and column of token i minus those of token j."""
+def relative_position_index(window: tuple[int, int]) -> Tensor:
+    """(tokens, tokens) rows, for the place of token i relative to token j, in a table of all relative positions."""
     grid = torch.stack(torch.meshgrid(*(torch.arange(side) for side in window), indexing="ij"), -1).flatten(0, 1)
-    return grid[:, None] - grid[None, :]
+    relative = grid[:, None] - grid[None, :] + torch.tensor(window) - 1
+    return relative[..., 0] * (2 * window[1] - 1) + relative[..., 1]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, *, dropout: float = 0.0,
+           scale: float | None = None) -> Tensor:  # fmt: skip
+    """Attention inside windows: (B, windows, heads, tokens, d) each -> (B, windows, tokens, heads d).
+
+    ``bias`` (heads, tokens, tokens) is added for every window, ``mask`` (windows, tokens, tokens) for every head.
+    """
+    b, windows, heads, n, _ = q.shape
+    if mask is None:
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        bias = bias[None]
+    else:  # windows beside heads: the mask of a window is broadcast over the batch, not copied
+        q, k, v = (t.flatten(1, 2) for t in (q, k, v))
+        bias = (bias + mask[:, None]).flatten(0, 1)[None]
+    x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype), dropout_p=dropout, scale=scale)
+    return x.view(b, windows, heads, n, -1).transpose(2, 3).reshape(b, windows, n, -1)
 
 
 def window_shift(size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:

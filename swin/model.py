@@ -11,14 +11,13 @@ of equivariant blocks, so a stage anchors once. On a torus there is no edge: shi
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_
 from torch import Tensor, nn
 
 from common.anchors import MergeAnchor, Score
 from common.registry import defaults, register_model
 from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, merge_patches
-from common.windows import attend_in_windows, relative_positions
+from common.windows import attend, attend_in_windows, relative_position_index
 
 
 class WindowAttention(nn.Module):
@@ -31,30 +30,18 @@ class WindowAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.attn_drop = attn_drop
-        rows, columns = (2 * side - 1 for side in window)
-        self.relative_position_bias_table = nn.Parameter(torch.empty(rows * columns, num_heads))
-        relative = relative_positions(window) + torch.tensor([side - 1 for side in window])
-        index = relative[..., 0] * columns + relative[..., 1]
-        self.register_buffer("relative_position_index", index, persistent=False)
+        positions = (2 * window[0] - 1) * (2 * window[1] - 1)
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(positions, num_heads))
+        self.register_buffer("relative_position_index", relative_position_index(window), persistent=False)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        b, windows, n, c = x.shape
-        heads = self.num_heads
+        b, windows, n, _ = x.shape
         bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)  # heads, n, n
-        qkv = self.qkv(x).view(b, windows, n, 3, heads, c // heads).permute(3, 0, 1, 4, 2, 5)
-        if mask is None:
-            qkv = qkv.reshape(3, b * windows, heads, n, -1)
-            bias = bias[None]
-        else:  # windows beside heads: the mask of a window is broadcast over the batch, not copied
-            qkv = qkv.reshape(3, b, windows * heads, n, -1)
-            bias = (bias + mask[:, None]).flatten(0, 1)[None]
-        q, k, v = qkv.unbind(0)
-        dropout = self.attn_drop if self.training else 0.0
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype), dropout_p=dropout)
-        x = x.view(b, windows, heads, n, -1).transpose(2, 3).reshape(b, windows, n, c)
+        q, k, v = self.qkv(x).view(b, windows, n, 3, self.num_heads, -1).permute(3, 0, 1, 4, 2, 5).unbind(0)
+        x = attend(q, k, v, bias, mask, dropout=self.attn_drop if self.training else 0.0)
         return self.proj_drop(self.proj(x))
 
 
@@ -140,11 +127,9 @@ class Swin(WindowedClassifier):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Truncated normal weights of std 0.02, zero biases, as in the original."""
+        super().init_weights()
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim == 2:
+            if "relative_position_bias_table" in name:
                 trunc_normal_(parameter, std=0.02)
 
     def no_weight_decay(self) -> set[str]:

@@ -1,9 +1,46 @@
-"""Swin's recipes: one per row of the paper."""
+"""Swin's recipes, one per row of the paper. A recipe is a document: table, hardware, batch arithmetic, target, command.
+
+Optimizer and schedule are the original's (AdamW, weight decay 0.05, betas 0.9/0.999, clipping at 5, cosine decay after
+20 of 300 epochs of warm-up, learning rate 5e-4 x batch / 512), drop path 0.2 for tiny.
+"""
+
+from dataclasses import replace
 
 from common.recipe import Recipe
 
-DIGITS = Recipe(model="a_swin_micro", data="digits", epochs=40, batch_size=64, lr=2e-3, lr_batch=64, warmup_epochs=5,
-                warmup_lr=1e-5, min_lr=1e-5, clip_grad=5.0, label_smoothing=0.1, mean=(0.5, 0.5, 0.5),
-                std=(0.5, 0.5, 0.5), rotate=10.0, scale=0.1)  # fmt: skip
+DIGITS = Recipe(model="a_swin_micro", data="digits", epochs=60, batch_size=64, lr=3e-3, lr_batch=64, warmup_epochs=6,
+                warmup_lr=1e-5, min_lr=1e-5, label_smoothing=0.1, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5),
+                rotate=10.0, scale=0.1)  # fmt: skip
+"""Embedded digits, for a laptop: 60 epochs x 22 steps of 64 images, one process.
 
-RECIPES = {"digits": DIGITS}
+``accelerate launch swin/train.py``
+"""
+
+CIFAR10 = Recipe(model="a_swin_tiny", data="uoft-cs/cifar10", epochs=100, batch_size=96, lr=5e-4, lr_batch=512,
+                 warmup_epochs=20 / 3, warmup_lr=5e-7, min_lr=5e-6, label_smoothing=0.1, drop_path=0.2, resize=256,
+                 flip=True)  # fmt: skip
+"""CIFAR-10, circular and standard shifts (tab. class_cifar): 93.39 % top-1, 99.99 % C-Cons; 93.50 %, 96.00 % S-Cons.
+
+Two GPUs x 48 images, 100 epochs, five seeds; the original's 20 warm-up epochs of 300 become 6.7 of 100. Images are
+resized to 256 and cropped to 224 at the centre; augmentation is a horizontal flip (tab. supp_class_aug_circular). The
+paper uses this preprocessing for both kinds of shift on CIFAR, so one training serves both columns.
+
+``accelerate launch --num_processes 2 swin/train.py --recipe cifar10``
+"""
+
+CIFAR10_DEFAULT = replace(CIFAR10, model="swin_tiny")
+"""CIFAR-10, default model: 90.15 % top-1, 83.30 % C-Cons; 90.11 %, 86.35 % S-Cons."""
+
+CIFAR100 = replace(CIFAR10, data="uoft-cs/cifar100")
+"""CIFAR-100 (tab. class_cifar): 75.11 % top-1, 99.99 % C-Cons; 75.12 %, 87.70 % S-Cons."""
+
+CIFAR100_DEFAULT = replace(CIFAR100, model="swin_tiny")
+"""CIFAR-100, default model: 71.01 % top-1, 65.32 % C-Cons; 71.12 %, 69.39 % S-Cons."""
+
+RECIPES = {
+    "digits": DIGITS,
+    "cifar10": CIFAR10,
+    "cifar10_default": CIFAR10_DEFAULT,
+    "cifar100": CIFAR100,
+    "cifar100_default": CIFAR100_DEFAULT,
+}

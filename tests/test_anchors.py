@@ -81,9 +81,10 @@ def test_folded_layer_norm_scores_as_the_stock_merging_does() -> None:
 
 
 @pytest.mark.parametrize("size", [(28, 28), (28, 56), (7, 7), (14, 7), (7, 21)], ids=str)
-def test_windows_after_their_anchor_hold_the_same_tokens(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("score", ["signed", "energy"])
+def test_windows_after_their_anchor_hold_the_same_tokens(size: tuple[int, int], score: Score) -> None:
     """A single window (7 x 7), and a single window on one axis, have no partition to choose: they must not tie."""
-    anchor = WindowAnchor()
+    anchor = WindowAnchor(score=score)
 
     def f(x: Tensor) -> tuple[Tensor, Tensor]:
         x, offset = anchor(x.permute(0, 2, 3, 1), (7, 7))
@@ -104,7 +105,7 @@ def test_window_anchor_follows_the_papers_score() -> None:
                 windows = sample.roll((-h, -w), (0, 1)).view(2, 7, 3, 7).mean((1, 3))
                 scores[h, w] = windows.square().sum().sqrt().item()
         best.append(max(scores, key=lambda key: scores[key]))
-    assert WindowAnchor().offset(x, (7, 7)).tolist() == [list(b) for b in best]
+    assert WindowAnchor(score="energy").offset(x, (7, 7)).tolist() == [list(b) for b in best]
 
 
 def test_signed_score_tells_a_token_from_its_negative() -> None:
@@ -118,6 +119,23 @@ def test_signed_score_tells_a_token_from_its_negative() -> None:
     assert_shift_equivariant(lambda x: f("signed", x), stripes, SHIFTS)
     errors = [shift_error(lambda x: f("energy", x), stripes, shift) for shift in SHIFTS]
     assert max(errors) > 0.1  # the paper's score does tie here: the option exists, and this is its price
+
+
+@pytest.mark.parametrize("kind", ["one bright token", "levelled norms"])
+def test_windows_do_not_tie_where_the_papers_score_does(kind: str) -> None:
+    x = torch.zeros(1, 3, 14, 14, dtype=torch.float64)
+    x[0, :, 3, 5] = 1
+    if kind == "levelled norms":
+        x = torch.nn.functional.normalize(torch.randn_like(x), dim=1)
+
+    def f(score: Score, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, offset = WindowAnchor(score=score)(x.permute(0, 2, 3, 1), (7, 7))
+        return x.reshape(1, 2, 7, 2, 7, 3).permute(0, 1, 3, 2, 4, 5).flatten(3), offset
+
+    shifts = [(h, w) for h in range(7) for w in range(7)]
+    assert_shift_equivariant(lambda x: f("signed", x), x, shifts, anchored(7, dims=(1, 2)))
+    with pytest.raises(AssertionError):
+        assert_shift_equivariant(lambda x: f("energy", x), x, shifts, anchored(7, dims=(1, 2)))
 
 
 def test_scores_are_taken_in_full_precision_outside_autocast() -> None:

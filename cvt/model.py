@@ -1,0 +1,368 @@
+"""Convolutional vision Transformer (CvT), default and adaptive.
+
+Wu et al., *CvT: Introducing Convolutions to Vision Transformers*, ICCV 2021; adaptive modules of Rojas-Gomez et al.,
+*Making Vision Transformers Truly Shift-Equivariant*, CVPR 2024. Outputs are those of transformers' implementation.
+
+The adaptive model is the default model plus anchors: one before every convolutional embedding (A-token), one per stage
+before its blocks, for the strided keys and values. Tokens anchored modulo that stride stay so through a stage of
+equivariant blocks, so a stage anchors once. All convolutions pad circularly; the class token has no place on the grid
+and takes part in no roll and no convolution.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer, trunc_normal_
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from common.anchors import ConvAnchor, Score, best_offset, phase_scores, token_energy
+from common.classifier import Classifier, Stages
+from common.registry import register_model
+from common.shifts import circular_pad, roll
+
+ANCHORS = ("token", "projection")
+
+PaddingMode = Literal["zeros", "circular"]
+
+
+def drop_path_rates(rate: float | tuple[float, ...], depths: tuple[int, ...]) -> list[list[float]]:
+    """Rates per stage and block: one number grows over all blocks, one number per stage within its stage."""
+    if isinstance(rate, (int, float)):
+        return calculate_drop_path_rates(rate, list(depths), stagewise=True)  # type: ignore[return-value]
+    return [calculate_drop_path_rates(r, depth) for r, depth in zip(rate, depths, strict=True)]  # type: ignore[misc]
+
+
+@contextmanager
+def frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Let BatchNorm normalise by its batch, as in training, and yet leave its running statistics as they are."""
+    norms = [norm for norm in module.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, norm.num_batches_tracked.clone()  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count
+
+
+class KeyValueAnchor(nn.Module):
+    """Strided projections: m* = argmax_m sum |k at phase m|^2 + |v at phase m|^2; keys and values share one offset.
+
+    k and v are the depthwise convolutions of the normalised tokens, taken at every position, before their BatchNorm.
+
+    Shapes: x (B, H, W, C), norm over C, two depthwise convolutions of C -> rolled x, offsets (B, 2) in [0, stride).
+    """
+
+    def __init__(self, *, score: Score = "signed") -> None:
+        super().__init__()
+        self.score: Score = score
+
+    def forward(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d) -> tuple[Tensor, Tensor]:
+        offset = self.offset(x, norm, key, value)
+        return roll(x, offset, dims=(1, 2)), offset
+
+    @torch.no_grad()
+    def offset(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x = x if x.dtype == torch.float64 else x.float()
+            x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x), norm.bias.to(x), norm.eps)
+            kh, kw = key.kernel_size
+            ph, pw = key.padding  # type: ignore[str-unpack]
+            pad = (pw, kw - 1 - pw, ph, kh - 1 - ph)  # type: ignore[operator]
+            t = circular_pad(x.permute(0, 3, 1, 2), pad)  # type: ignore[arg-type]
+            both = torch.stack([key.weight, value.weight], 1).flatten(0, 1).to(x)  # k and v of a channel side by side
+            t = F.conv2d(t, both, groups=key.groups)  # B, 2C, H, W
+            return best_offset(phase_scores(token_energy(t, self.score, 1), key.stride))  # type: ignore[arg-type]
+
+
+class ConvEmbed(nn.Module):
+    """Overlapping patches, projected by a strided convolution and normalised: (B, C, H, W) -> (B, H/s, W/s, D)."""
+
+    def __init__(self, *, in_chans: int, dim: int, patch_size: int, stride: int, padding: int,
+                 padding_mode: PaddingMode) -> None:  # fmt: skip
+        super().__init__()
+        if not 1 <= patch_size - 2 * padding <= stride:
+            raise ValueError(f"patch size {patch_size} with stride {stride} and padding {padding} does not give one "
+                             f"token per {stride} pixels: 1 <= size - 2 * padding <= stride must hold")  # fmt: skip
+        self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=stride, padding=padding, padding_mode=padding_mode)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))  # B, H, W, D
+
+
+class ConvProjection(nn.Module):
+    """Convolutional projection: depthwise 3 x 3 convolution and BatchNorm on the grid, then a linear layer.
+
+    Shapes: x (B, C, H, W), class tokens (B, n, C) that skip the convolution -> (B, n + H/s W/s, C).
+    """
+
+    def __init__(self, *, dim: int, stride: int, bias: bool, padding_mode: PaddingMode) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(dim, dim, 3, stride=stride, padding=1, groups=dim, bias=False, padding_mode=padding_mode)
+        self.norm = nn.BatchNorm2d(dim)
+        self.proj = nn.Linear(dim, dim, bias=bias)
+
+    def forward(self, x: Tensor, cls_token: Tensor) -> Tensor:
+        x = self.norm(self.conv(x)).flatten(2).transpose(1, 2)  # B, tokens, C
+        return self.proj(torch.cat([cls_token, x], 1) if cls_token.shape[1] else x)
+
+
+class Attention(nn.Module):
+    """Self-attention with convolutional projections, keys and values strided: (B, n + H W, C) -> the same.
+
+    Scores are scaled by C^-1/2, not by the width of a head: this is how CvT was trained.
+    """
+
+    def __init__(self, *, dim: int, num_heads: int, kv_stride: int, qkv_bias: bool, attn_drop: float, proj_drop: float,
+                 padding_mode: PaddingMode) -> None:  # fmt: skip
+        super().__init__()
+        self.num_heads = num_heads
+        self.scale = dim**-0.5
+        self.attn_drop = attn_drop
+        self.q = ConvProjection(dim=dim, stride=1, bias=qkv_bias, padding_mode=padding_mode)
+        self.k = ConvProjection(dim=dim, stride=kv_stride, bias=qkv_bias, padding_mode=padding_mode)
+        self.v = ConvProjection(dim=dim, stride=kv_stride, bias=qkv_bias, padding_mode=padding_mode)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        b, n, c = x.shape
+        cls_token, x = x.split([n - size[0] * size[1], size[0] * size[1]], 1)
+        x = x.transpose(1, 2).reshape(b, c, *size)
+        q, k, v = (
+            project(x, cls_token).view(b, -1, self.num_heads, c // self.num_heads).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        dropout = self.attn_drop if self.training else 0.0
+        x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
+        return self.proj_drop(self.proj(x.transpose(1, 2).reshape(b, n, c)))
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each pre-normalised and residual: (B, n + H W, C) -> the same, n class tokens first."""
+
+    def __init__(self, *, dim: int, mlp_ratio: float, act_layer: str, proj_drop: float, drop_path: float,
+                 **attention: Any) -> None:  # fmt: skip
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attn = Attention(dim=dim, proj_drop=proj_drop, **attention)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=get_act_layer(act_layer), drop=proj_drop)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x), size))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class CvTStage(nn.Module):
+    """Convolutional embedding and blocks; the last stage has a class token."""
+
+    cls_token: nn.Parameter | None
+
+    def __init__(self, *, in_chans: int, dim: int, depth: int, patch_size: int, stride: int, padding: int,
+                 cls_token: bool, drop_path: list[float], padding_mode: PaddingMode, **block: Any) -> None:  # fmt: skip
+        super().__init__()
+        self.embed = ConvEmbed(in_chans=in_chans, dim=dim, patch_size=patch_size, stride=stride, padding=padding,
+                               padding_mode=padding_mode)  # fmt: skip
+        self.register_parameter("cls_token", nn.Parameter(torch.zeros(1, 1, dim)) if cls_token else None)
+        self.blocks = nn.ModuleList(
+            Block(dim=dim, drop_path=drop_path[i], padding_mode=padding_mode, **block) for i in range(depth)
+        )
+
+    def anchor(self, anchor: KeyValueAnchor, x: Tensor) -> tuple[Tensor, Tensor]:
+        block: Block = self.blocks[0]  # type: ignore[assignment]
+        return anchor(x, block.norm1, block.attn.k.conv, block.attn.v.conv)
+
+
+class ClassTokenHead(nn.Module):
+    """Linear classifier of the class token: (B, 1 + tokens, C) -> (B, num_classes)."""
+
+    def __init__(self, *, dim: int, num_classes: int, drop_rate: float) -> None:
+        super().__init__()
+        self.in_features = dim
+        self.drop = nn.Dropout(drop_rate)
+        self.fc = nn.Linear(dim, num_classes) if num_classes else nn.Identity()
+
+    def reset(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier; ``num_classes=0`` leaves the class token."""
+        if global_pool not in (None, "token"):
+            raise ValueError(f"CvT classifies from its class token: global_pool is 'token', got {global_pool!r}")
+        like = next(self.fc.parameters(), None)
+        self.fc = nn.Linear(self.in_features, num_classes) if num_classes else nn.Identity()
+        if num_classes:
+            trunc_normal_(self.fc.weight, std=0.02)
+            nn.init.zeros_(self.fc.bias)  # type: ignore[arg-type]
+        if like is not None:
+            self.fc.to(like)
+
+    def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        x = self.drop(x[:, 0])
+        return x if pre_logits else self.fc(x)
+
+
+class CvT(Classifier):
+    """CvT; ``adaptive=True`` makes it truly shift-equivariant with the same parameters.
+
+    Args:
+        img_size: image side or (height, width) the model is built for. Adaptive models take any multiple of
+            ``multiple`` (the last stage's stride times its key stride, 32 for CvT-13), default models any multiple of
+            the last stage's stride (16), so that every token stands for the same number of pixels.
+        act_layer: "gelu" as in transformers, or "quick_gelu" as the original weights were trained.
+        drop_path_rate: largest rate of stochastic depth. One number grows linearly from 0 over all blocks; one number
+            per stage grows from 0 within each stage, as in the original.
+        padding_mode: how all convolutions pad; None is "circular" for adaptive models, "zeros" for default ones. The
+            paper trains default models with "circular", too, where it measures circular shifts.
+        adaptive: anchor the convolutional embeddings and the strided keys and values.
+        canonical: roll the image to its canonical place first, so that outputs are bit-identical under shifts.
+        anchors: which anchors an adaptive model has.
+        score: how tokens count in an anchor, see ``common.anchors.Score``.
+    """
+
+    model_type = "cvt"
+
+    def __init__(self, *, img_size: int | tuple[int, int] = 224, in_chans: int = 3, num_classes: int = 1000,
+                 patch_sizes: tuple[int, ...] = (7, 3, 3), patch_strides: tuple[int, ...] = (4, 2, 2),
+                 patch_paddings: tuple[int, ...] = (2, 1, 1), embed_dims: tuple[int, ...] = (64, 192, 384),
+                 depths: tuple[int, ...] = (1, 2, 10), num_heads: tuple[int, ...] = (1, 3, 6), kv_stride: int = 2,
+                 mlp_ratio: float = 4.0, qkv_bias: bool = True, act_layer: Literal["gelu", "quick_gelu"] = "gelu",
+                 drop_rate: float = 0.0, proj_drop_rate: float = 0.0, attn_drop_rate: float = 0.0,
+                 drop_path_rate: float | tuple[float, ...] = 0.1, padding_mode: PaddingMode | None = None,
+                 adaptive: bool = False, canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
+                 score: Score = "signed") -> None:  # fmt: skip
+        strides = [math.prod(patch_strides[: i + 1]) for i in range(len(depths))]
+        multiple = strides[-1] * (kv_stride if adaptive else 1)
+        super().__init__(locals(), multiple=(multiple, multiple))
+        if unknown := sorted(set(anchors) - set(ANCHORS)):
+            raise ValueError(f"unknown anchors {unknown}: choose among {ANCHORS}")
+        if padding_mode not in (None, "zeros", "circular"):
+            raise ValueError(f"unknown padding_mode {padding_mode!r}: choose 'zeros', 'circular' or None")
+        if adaptive and padding_mode == "zeros":
+            raise ValueError("padding_mode='zeros' breaks the shift equivariance of an adaptive CvT: use 'circular'")
+        self.padding_mode: PaddingMode = padding_mode or ("circular" if adaptive else "zeros")
+        self.num_features = embed_dims[-1]
+        self.feature_info = [
+            {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
+            for i, (dim, stride) in enumerate(zip(embed_dims, strides, strict=True))
+        ]
+        self.token_anchor = ConvAnchor(score=score) if adaptive and "token" in anchors else None
+        self.projection_anchor = KeyValueAnchor(score=score) if adaptive and "projection" in anchors else None
+        rates = drop_path_rates(drop_path_rate, depths)
+        self.stages = nn.ModuleList(
+            CvTStage(in_chans=embed_dims[i - 1] if i else in_chans, dim=embed_dims[i], depth=depths[i],
+                     patch_size=patch_sizes[i], stride=patch_strides[i], padding=patch_paddings[i],
+                     padding_mode=self.padding_mode, cls_token=i == len(depths) - 1, num_heads=num_heads[i],
+                     kv_stride=kv_stride, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, act_layer=act_layer,
+                     proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, drop_path=rates[i])
+            for i in range(len(depths))
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(self.num_features)
+        self.head = ClassTokenHead(dim=self.num_features, num_classes=num_classes, drop_rate=drop_rate)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Truncated normal linear weights and class token of std 0.02, zero biases, as in the original."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim == 2 or name.endswith("cls_token"):
+                trunc_normal_(parameter, std=0.02)
+
+    def no_weight_decay(self) -> set[str]:
+        return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
+
+    def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
+        """Stages 0..last, and the tokens (B, n + H/s W/s, C) that leave the last of them with its n class tokens."""
+        x, offset = self.enter(x)
+        stages: Stages = []
+        stride, tokens = 1, x
+        for i in range(last + 1):
+            stage: CvTStage = self.stages[i]  # type: ignore[assignment]
+            if self.token_anchor is not None:
+                x, o = self.token_anchor(x, stage.embed.proj)
+                offset = offset + stride * o
+            x = stage.embed(x)  # B, H, W, C
+            stride = self.feature_info[i]["reduction"]
+            if self.projection_anchor is not None:
+                x, o = stage.anchor(self.projection_anchor, x)
+                offset = offset + stride * o
+            b, h, w, c = x.shape
+            tokens = x.flatten(1, 2)
+            if stage.cls_token is not None:
+                tokens = torch.cat([stage.cls_token.expand(b, -1, -1), tokens], 1)
+            for block in stage.blocks:
+                tokens = self.run(block, tokens, (h, w))
+            x = tokens[:, -h * w :].reshape(b, h, w, c)
+            stages.append((x, offset))
+            x = x.permute(0, 3, 1, 2)
+        return stages, tokens
+
+    def forward_stages(self, x: Tensor, last: int) -> Stages:
+        return self.walk(x, last)[0]
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Normalised tokens (B, 1 + H/s W/s, C) of the last stage, class token first."""
+        return self.norm(self.walk(x, len(self.stages) - 1)[1])
+
+    def forward_intermediates(self, x: Tensor, indices: int | list[int] | None = None, norm: bool = False,
+                              stop_early: bool = False, output_fmt: Literal["NCHW", "NHWC"] = "NCHW",
+                              intermediates_only: bool = False, return_offsets: bool = False) -> Any:  # fmt: skip
+        """As in the base class, but the final features are those of ``forward_features``, class token first."""
+        stages = range(len(self.stages))
+        take = stages[-indices:] if isinstance(indices, int) else [stages[i] for i in indices or stages]
+        walked, final = self.walk(x, max(take) if stop_early else stages[-1])
+        intermediates = []
+        for i in take:
+            feature, offset = walked[i]
+            feature = self.norm(feature) if norm and i == stages[-1] else feature
+            feature = feature.permute(0, 3, 1, 2) if output_fmt == "NCHW" else feature
+            intermediates.append((feature, offset) if return_offsets else feature)
+        if intermediates_only:
+            return intermediates
+        return (self.norm(final) if len(walked) == len(stages) else walked[-1][0]), intermediates
+
+    def run(self, module: Callable[..., Tensor], *args: Any) -> Tensor:
+        """As in the base class, but a block that is recomputed does not update its BatchNorm statistics once more."""
+        recompute = self.grad_checkpointing and self.training and torch.is_grad_enabled()
+        if not recompute or torch.compiler.is_compiling():  # a compiled graph updates them once by itself
+            return super().run(module, *args)
+        contexts = lambda: (nullcontext(), frozen_statistics(module))  # type: ignore[arg-type]  # noqa: E731
+        return checkpoint(module, *args, use_reentrant=False, context_fn=contexts)
+
+
+@register_model
+def cvt_micro(**kwargs: Any) -> CvT:
+    """For laptops and tests: 32 px, 16 x 16 tokens."""
+    arguments = dict(img_size=32, num_classes=10, patch_sizes=(3, 3, 3), patch_strides=(2, 2, 2),
+                     patch_paddings=(1, 1, 1), embed_dims=(32, 64, 128), depths=(1, 1, 2), num_heads=(1, 2, 4),
+                     mlp_ratio=2.0, drop_path_rate=0.0)  # fmt: skip
+    return CvT(**(arguments | kwargs))
+
+
+@register_model
+def cvt_13(**kwargs: Any) -> CvT:
+    """CvT-13, 20.0 M parameters."""
+    arguments = dict(embed_dims=(64, 192, 384), depths=(1, 2, 10), num_heads=(1, 3, 6), drop_path_rate=(0.0, 0.0, 0.1))
+    return CvT(**(arguments | kwargs))
+
+
+@register_model
+def cvt_21(**kwargs: Any) -> CvT:
+    """CvT-21, 31.6 M parameters."""
+    arguments = dict(embed_dims=(64, 192, 384), depths=(1, 4, 16), num_heads=(1, 3, 6), drop_path_rate=(0.0, 0.0, 0.1))
+    return CvT(**(arguments | kwargs))
+
+
+@register_model
+def cvt_w24(**kwargs: Any) -> CvT:
+    """CvT-W24, 277 M parameters, 384 px."""
+    arguments = dict(img_size=384, embed_dims=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16),
+                     drop_path_rate=(0.0, 0.0, 0.1))  # fmt: skip
+    return CvT(**(arguments | kwargs))

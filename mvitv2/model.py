@@ -1,0 +1,351 @@
+"""MViTv2, default and adaptive.
+
+Li et al., *MViTv2: Improved Multiscale Vision Transformers for Classification and Detection*, CVPR 2022; adaptive
+modules of Rojas-Gomez et al., *Making Vision Transformers Truly Shift-Equivariant*, CVPR 2024. Parameters have timm's
+names.
+
+The adaptive model is the default model plus anchors: one before the patch embedding (A-token) and one before a block
+that pools, modulo the strides of its poolings. Queries, keys, values and the max-pooled skip of a block come from the
+same tokens: one roll serves all. Tokens anchored modulo s stay so through blocks that keep the grid, and come out
+anchored modulo s/2 where queries have stride 2. With stride of queries x keys, the tiny model at 224 px anchors
+
+    stage 1, 56 x 56 tokens, 1 x 4: modulo 4 (keys, values)
+    stage 2, 56 x 56 tokens, 2 x 2: modulo 2 before its first block (queries, keys, values), and again modulo 2 on
+                                    28 x 28 tokens before the second, for its keys and those of all that follow
+    stage 3, 28 x 28 tokens, 2 x 1: modulo 2 before its first block (queries)
+    stage 4, 14 x 14 tokens, 2 x 1: modulo 2 before its first block (queries)
+
+Attention is global, so what is left is to measure relative positions around the torus (A-RPE, ``common.positions``).
+"""
+
+import math
+from functools import partial
+from itertools import accumulate
+from operator import mul
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
+from torch import Tensor, nn
+
+from common.anchors import ConvAnchor, Score, best_offset, phase_scores, token_energy
+from common.classifier import Classifier, Stages
+from common.positions import circular_rows, linear_rows
+from common.registry import register_model
+from common.shifts import circular_pad, roll
+
+ANCHORS = ("token", "pool")
+
+Padding = Literal["zeros", "circular"]
+LayerNorm = partial(nn.LayerNorm, eps=1e-6)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, H, W, heads d) -> (B heads, d, H, W): heads beside samples, so that they share one pooling kernel."""
+    b, h, w, _ = x.shape
+    return x.view(b, h, w, heads, -1).permute(0, 3, 4, 1, 2).flatten(0, 1)
+
+
+def stage_moduli(depth: int, stride_q: int, stride_kv: int) -> list[int]:
+    """What each block of a stage anchors its tokens modulo, 1 for no anchor.
+
+    The first block pools queries and keys; the others keep the grid and pool keys alone, so that one more anchor
+    before the second block serves them all, unless what the first has left is enough.
+    """
+    first = math.lcm(stride_q, stride_kv)
+    rest = [stride_kv if first // stride_q % stride_kv else 1] + [1] * depth
+    return [first, *rest][:depth]
+
+
+class PatchEmbed(nn.Module):
+    """Overlapping patches, projected: (B, C, H, W) -> (B, H/s, W/s, D)."""
+
+    def __init__(self, *, kernel: int, stride: int, in_chans: int, dim: int, padding_mode: Padding) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_chans, dim, kernel, stride, kernel // 2, padding_mode=padding_mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).permute(0, 2, 3, 1)  # B, H, W, D
+
+
+class PoolingAttention(nn.Module):
+    """Global attention of pooled queries to pooled keys and values, with the pooled queries as residual.
+
+    softmax(Q K^T / sqrt(d) + E) V + Q, where the position of query i against key j counts as
+    E[i, j] = Q_i . (R_h[rows of i and j] + R_w[columns of i and j]).
+
+    Shapes: (B, H, W, C) -> (B, H/stride_q, W/stride_q, D).
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+    def __init__(self, *, dim: int, out_dim: int, size: tuple[int, int], num_heads: int, stride_q: int, stride_kv: int,
+                 padding_mode: Padding, circular: bool) -> None:  # fmt: skip
+        super().__init__()
+        self.num_heads = num_heads
+        head_dim = out_dim // num_heads
+        positions = circular_rows if circular else linear_rows
+        rows, columns = (positions(side // stride_q, side // stride_kv) for side in size)
+        self.rel_pos_h = nn.Parameter(torch.empty(2 * max(rows.shape) - 1, head_dim))
+        self.rel_pos_w = nn.Parameter(torch.empty(2 * max(columns.shape) - 1, head_dim))
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("columns", columns, persistent=False)
+        self.qkv = nn.Linear(dim, 3 * out_dim)
+        self.proj = nn.Linear(out_dim, out_dim)
+        pool = partial(nn.Conv2d, head_dim, head_dim, 3, padding=1, groups=head_dim, bias=False,
+                       padding_mode=padding_mode)  # fmt: skip
+        self.pool_q = pool(stride=stride_q)
+        self.norm_q = LayerNorm(head_dim)
+        self.pool_k = pool(stride=stride_kv)
+        self.norm_k = LayerNorm(head_dim)
+        self.pool_v = pool(stride=stride_kv)
+        self.norm_v = LayerNorm(head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pools = ((self.pool_q, self.norm_q), (self.pool_k, self.norm_k), (self.pool_v, self.norm_v))
+        heads = (split_heads(t, self.num_heads) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            norm(pool(t).flatten(2).transpose(1, 2)).unflatten(0, (-1, self.num_heads))  # B, heads, tokens, d
+            for t, (pool, norm) in zip(heads, pools, strict=True)
+        )
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=self.position_bias(q)) + q
+        x = x.transpose(1, 2).reshape(len(x), len(self.rows), len(self.columns), -1)
+        return self.proj(x)
+
+    def position_bias(self, q: Tensor) -> Tensor:
+        """E (B, heads, queries, keys) of queries (B, heads, queries, d)."""
+        q = q.unflatten(2, (len(self.rows), len(self.columns)))  # B, heads, H, W, d
+        along_h = torch.einsum("bnhwd,hkd->bnhwk", q, self.rel_pos_h[self.rows])
+        along_w = torch.einsum("bnhwd,wkd->bnhwk", q, self.rel_pos_w[self.columns])
+        return (along_h[..., :, None] + along_w[..., None, :]).flatten(4).flatten(2, 3)
+
+
+class MViTv2Block(nn.Module):
+    """Pooling attention, then an MLP, each pre-normalised and residual: (B, H, W, C) -> (B, H/s, W/s, D).
+
+    Where the width changes, the skip is projected from the normalised tokens; where queries are pooled, the skip is
+    max-pooled. ``modulus`` says modulo what an adaptive model anchors the tokens first.
+    """
+
+    def __init__(self, *, dim: int, out_dim: int, size: tuple[int, int], num_heads: int, stride_q: int, stride_kv: int,
+                 mlp_ratio: float, drop_path: float, padding_mode: Padding, circular: bool,
+                 modulus: int) -> None:  # fmt: skip
+        super().__init__()
+        self.stride = stride_q
+        self.circular_padding = padding_mode == "circular"
+        self.modulus = modulus
+        self.norm1 = LayerNorm(dim)
+        self.shortcut_proj_attn = nn.Linear(dim, out_dim) if dim != out_dim else None
+        self.attn = PoolingAttention(dim=dim, out_dim=out_dim, size=size, num_heads=num_heads, stride_q=stride_q,
+                                     stride_kv=stride_kv, padding_mode=padding_mode, circular=circular)  # fmt: skip
+        self.norm2 = LayerNorm(out_dim)
+        self.mlp = Mlp(out_dim, int(out_dim * mlp_ratio), act_layer=nn.GELU)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        skip = x if self.shortcut_proj_attn is None else self.shortcut_proj_attn(normed)
+        x = self.pool_skip(skip) + self.drop_path(self.attn(normed))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+    def pool_skip(self, x: Tensor) -> Tensor:
+        """Maximum over s + 1 tokens a side at stride s: (B, H, W, C) -> (B, H/s, W/s, C)."""
+        if self.stride == 1:
+            return x
+        x, pad = x.permute(0, 3, 1, 2), self.stride // 2
+        if self.circular_padding:
+            x, pad = circular_pad(x, (pad, pad, pad, pad)), 0
+        return F.max_pool2d(x, self.stride + 1, self.stride, pad).permute(0, 2, 3, 1)
+
+
+class MViTv2Stage(nn.Module):
+    """Blocks, the first of which pools queries and widens: (B, H, W, C) -> (B, H/s, W/s, D)."""
+
+    def __init__(self, *, dim: int, out_dim: int, depth: int, size: tuple[int, int], stride_q: int, stride_kv: int,
+                 drop_path: list[float], **block: Any) -> None:  # fmt: skip
+        super().__init__()
+        pooled = (size[0] // stride_q, size[1] // stride_q)
+        moduli = stage_moduli(depth, stride_q, stride_kv)
+        self.blocks = nn.ModuleList(
+            MViTv2Block(dim=out_dim if i else dim, out_dim=out_dim, size=pooled if i else size,
+                        stride_q=1 if i else stride_q, stride_kv=stride_kv, drop_path=drop_path[i],
+                        modulus=moduli[i], **block)
+            for i in range(depth)
+        )  # fmt: skip
+
+
+class PoolAnchor(nn.Module):
+    """Adaptive pooling: m* = argmax_m of the energy of a block's strided queries, keys and values at phase m, summed.
+
+    Every strided pooling is taken at each position, before its norm (which would level all energies). A pooling of
+    stride s sees phase m of the block's modulus as m mod s.
+
+    Shapes: x (B, H, W, C) -> rolled x, offsets (B, 2) in [0, modulus).
+    """
+
+    def __init__(self, *, score: Score = "signed") -> None:
+        super().__init__()
+        self.score: Score = score
+
+    def forward(self, x: Tensor, block: MViTv2Block) -> tuple[Tensor, Tensor]:
+        offset = self.offset(x, block)
+        return roll(x, offset, dims=(1, 2)), offset
+
+    @torch.no_grad()
+    def offset(self, x: Tensor, block: MViTv2Block) -> Tensor:
+        norm, attn = block.norm1, block.attn
+        pools = (attn.pool_q, attn.pool_k, attn.pool_v)
+        with torch.autocast(x.device.type, enabled=False):
+            x = x if x.dtype == torch.float64 else x.float()
+            x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x), norm.bias.to(x), norm.eps)
+            projections = zip(attn.qkv.weight.to(x).chunk(3), attn.qkv.bias.to(x).chunk(3), strict=True)
+            scores = []
+            for pool, (weight, bias) in zip(pools, projections, strict=True):
+                if pool.stride == (1, 1):  # one phase: nothing to choose
+                    continue
+                t = split_heads(F.linear(x, weight, bias), attn.num_heads)
+                t = F.conv2d(circular_pad(t, (1, 1, 1, 1)), pool.weight.to(x), groups=pool.groups)
+                score = phase_scores(token_energy(t, self.score, 1), pool.stride)  # B heads, s, s
+                score = score.unflatten(0, (-1, attn.num_heads)).sum(1)
+                scores.append(score.tile([block.modulus // s for s in pool.stride]))
+            return best_offset(torch.stack(scores).sum(0))
+
+
+class MViTv2(Classifier):
+    """MViTv2; ``adaptive=True`` makes it truly shift-equivariant with the same parameters.
+
+    Args:
+        img_size: image side or (height, width) the model is built for, and the only one it takes: the tables of
+            relative positions have its size. Both sides are multiples of ``multiple`` (32 for tiny, small, base).
+        patch_kernel, patch_stride: of the convolution that makes tokens.
+        embed_dim, num_heads: of the first stage; both double from stage to stage.
+        stride_q: stride of the pooled queries, and so of the grid, per stage.
+        stride_kv: stride of the pooled keys and values in the first stage; divided by ``stride_q`` from stage to stage.
+        adaptive: anchor tokens and pooling, measure relative positions around the torus.
+        canonical: roll the image to its canonical place first, so that outputs are bit-identical under shifts.
+        padding_mode: of all convolutions and pooling. None: ``circular`` if adaptive, else ``zeros``. The paper also
+            trains its default models with ``circular``.
+        anchors: which anchors an adaptive model has (the paper's ablation removes one at a time).
+        score: how tokens count in an anchor, see ``common.anchors.Score``.
+    """
+
+    model_type = "mvitv2"
+
+    def __init__(self, *, img_size: int | tuple[int, int] = 224, patch_kernel: int = 7, patch_stride: int = 4,
+                 in_chans: int = 3, num_classes: int = 1000, embed_dim: int = 96,
+                 depths: tuple[int, ...] = (1, 2, 5, 2), num_heads: int = 1,
+                 stride_q: tuple[int, ...] = (1, 2, 2, 2), stride_kv: int = 4, mlp_ratio: float = 4.0,
+                 drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False, canonical: bool = True,
+                 padding_mode: Padding | None = None, anchors: tuple[str, ...] = ANCHORS,
+                 score: Score = "signed") -> None:  # fmt: skip
+        if len(depths) != len(stride_q):
+            raise ValueError(f"depths {depths} and stride_q {stride_q} must have one entry per stage each")
+        strides = list(accumulate(stride_q, mul, initial=patch_stride))  # of the grids before, between and after stages
+        strides_kv = list(accumulate(stride_q, lambda kv, q: max(kv // q, 1), initial=stride_kv))[1:]
+        exact = math.lcm(*(
+            stride * (q * kv if depth > 1 else math.lcm(q, kv))  # grid before the stage, its first block, the others
+            for stride, q, kv, depth in zip(strides[:-1], stride_q, strides_kv, depths, strict=True)
+        ))  # fmt: skip
+        super().__init__(locals(), multiple=(exact, exact))
+        self.padding_mode = padding_mode or ("circular" if adaptive else "zeros")
+        if self.padding_mode not in ("zeros", "circular"):
+            raise ValueError(f"unknown padding_mode {padding_mode!r}: choose 'zeros' or 'circular'")
+        if adaptive and self.padding_mode != "circular":
+            raise ValueError("an adaptive model cannot pad with zeros, a torus has no edge: leave padding_mode out, or "
+                             "pass padding_mode='circular'")  # fmt: skip
+        if unknown := sorted(set(anchors) - set(ANCHORS)):
+            raise ValueError(f"unknown anchors {unknown}: choose among {ANCHORS}")
+        if patch_kernel % 2 == 0:
+            raise ValueError(f"patch_kernel {patch_kernel} has no centre: choose an odd one")
+
+        dims = [embed_dim * 2**i for i in range(len(depths))]
+        self.num_features = dims[-1]
+        self.feature_info = [
+            {"num_chs": dims[i], "reduction": strides[i + 1], "module": f"stages.{i}"} for i in range(len(depths))
+        ]
+        self.patch_embed = PatchEmbed(kernel=patch_kernel, stride=patch_stride, in_chans=in_chans, dim=embed_dim,
+                                      padding_mode=self.padding_mode)  # fmt: skip
+        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        height, width = self.img_size
+        self.stages = nn.ModuleList(
+            MViTv2Stage(dim=dims[max(i - 1, 0)], out_dim=dims[i], depth=depths[i],
+                        size=(height // strides[i], width // strides[i]), stride_q=stride_q[i],
+                        stride_kv=strides_kv[i], num_heads=num_heads * 2**i, mlp_ratio=mlp_ratio, drop_path=rates[i],
+                        padding_mode=self.padding_mode, circular=adaptive)
+            for i in range(len(depths))
+        )  # fmt: skip
+        self.norm = LayerNorm(self.num_features)
+        self.head = ClassifierHead(self.num_features, num_classes, pool_type="avg", drop_rate=drop_rate,
+                                   input_fmt="NHWC")  # fmt: skip
+        self.token_anchor = ConvAnchor(score=score) if adaptive and "token" in anchors else None
+        self.pool_anchor = PoolAnchor(score=score) if adaptive and "pool" in anchors else None
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Truncated normal weights and tables of std 0.02, zero biases, as in the original; convolutions as torch's."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_tf_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, PoolingAttention):
+                trunc_normal_tf_(module.rel_pos_h, std=0.02)
+                trunc_normal_tf_(module.rel_pos_w, std=0.02)
+
+    def check_size(self, size: tuple[int, int]) -> None:
+        if size != self.img_size:
+            raise ValueError(f"image size {size[0]}x{size[1]}: this model has relative positions for "
+                             f"{self.img_size[0]}x{self.img_size[1]} alone. Resize or pad the image, or build the "
+                             f"model with img_size={size} (sides must be multiples of {self.multiple[0]})")  # fmt: skip
+        super().check_size(size)
+
+    def forward_stages(self, x: Tensor, last: int) -> Stages:
+        x, offset = self.enter(x)
+        if self.token_anchor is not None:
+            x, o = self.token_anchor(x, self.patch_embed.proj)
+            offset = offset + o
+        x = self.patch_embed(x)
+        stride = self.patch_embed.proj.stride[0]
+        stages = []
+        for stage in self.stages[: last + 1]:
+            for block in stage.blocks:
+                if self.pool_anchor is not None and block.modulus > 1:
+                    x, o = self.pool_anchor(x, block)
+                    offset = offset + stride * o
+                x = self.run(block, x)
+                stride *= block.stride
+            stages.append((x, offset))
+        return stages
+
+    def no_weight_decay(self) -> set[str]:
+        return {name for name, _ in self.named_parameters() if "rel_pos" in name}
+
+
+@register_model
+def mvitv2_micro(**kwargs: Any) -> MViTv2:
+    """For laptops and tests: 32 px, 16 x 16 tokens."""
+    arguments = dict(img_size=32, patch_kernel=3, patch_stride=2, num_classes=10, embed_dim=32, depths=(1, 2, 2),
+                     stride_q=(1, 2, 2), mlp_ratio=2.0, drop_path_rate=0.0)  # fmt: skip
+    return MViTv2(**(arguments | kwargs))
+
+
+@register_model
+def mvitv2_tiny(**kwargs: Any) -> MViTv2:
+    """MViTv2-T, 24.2 M parameters."""
+    arguments = dict(depths=(1, 2, 5, 2), drop_path_rate=0.1)
+    return MViTv2(**(arguments | kwargs))
+
+
+@register_model
+def mvitv2_small(**kwargs: Any) -> MViTv2:
+    """MViTv2-S, 34.9 M parameters."""
+    arguments = dict(depths=(1, 2, 11, 2), drop_path_rate=0.1)
+    return MViTv2(**(arguments | kwargs))
+
+
+@register_model
+def mvitv2_base(**kwargs: Any) -> MViTv2:
+    """MViTv2-B, 51.5 M parameters."""
+    arguments = dict(depths=(2, 3, 16, 3), drop_path_rate=0.3)
+    return MViTv2(**(arguments | kwargs))

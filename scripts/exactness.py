@@ -1,0 +1,93 @@
+"""Count how many images keep their logits to the bit, and their label, under random circular shifts.
+
+For every model and precision: each image is classified at its place and at two random shifts, at equal batch size.
+``python scripts/exactness.py --models a_swin_tiny swin_tiny --data DIR --images 1000 --precisions float32 bf16``
+"""
+
+import argparse
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from common import create_model, from_pretrained, list_models
+from common.classifier import Classifier
+from common.data import Preprocess, load_data
+from common.shifts import random_shifts, roll
+from common.tables import format_table, write_json
+
+PRECISIONS = {"float32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument(
+        "--models", nargs="+", default=list_models("*_micro"), help="names (lively random weights) or directories"
+    )
+    parser.add_argument("--data", default="digits", help="'digits' or a folder; its evaluation split is used")
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["float32", "bf16"])
+    parser.add_argument("--batch_size", type=int, default=50)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", help="file to write the counts to")
+    args = parser.parse_args()
+
+    split = load_data(args.data)[1].head(args.images).to(torch.device(args.device))
+    rows = []
+    for name in args.models:
+        model = load(name, len(split.classes)).to(args.device)
+        preprocess = Preprocess(size=model.img_size, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+        for precision in args.precisions:
+            same_bits, same_label = count(model, split.images, preprocess, precision, args.batch_size)
+            rows.append({"model": name, "precision": precision, "device": device_name(args.device), "images": len(split),
+                         "bit-identical": same_bits, "same label": same_label})  # fmt: skip
+    print(format_table(rows))
+    if args.json:
+        write_json(args.json, rows)
+
+
+def load(name: str, classes: int) -> Classifier:
+    if name in list_models():
+        model = create_model(name, num_classes=classes)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():  # initial weights tell images apart too little for a label to flip
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.1 * noise if parameter.ndim < 2 else noise / parameter[0].numel() ** 0.5)
+    else:
+        model = from_pretrained(name)
+    assert isinstance(model, Classifier)
+    return model.eval()
+
+
+@torch.no_grad()
+def count(
+    model: Classifier, images: Tensor, preprocess: Preprocess, precision: str, batch_size: int
+) -> tuple[int, int]:
+    """Images whose logits are bit-identical, and whose label is the same, at all three places."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    dtype = PRECISIONS[precision]
+    autocast: Any = torch.autocast(images.device.type, dtype) if dtype else contextlib.nullcontext()
+    same_bits = same_label = 0
+    for start in tqdm(range(0, len(images), batch_size), desc=f"{model.model_type} {precision}", leave=False):
+        index = torch.arange(start, min(start + batch_size, len(images)), device=images.device)
+        x = preprocess.evaluate(images[index])
+        with autocast:
+            first = model(x)
+            bits = labels = torch.ones(len(x), dtype=torch.bool, device=x.device)
+            for seed in (1, 2):
+                moved = model(roll(x, random_shifts(index, (0, 0), (x.shape[2] - 1, x.shape[3] - 1), seed)))
+                bits = bits & (moved == first).all(1)
+                labels = labels & (moved.argmax(1) == first.argmax(1))
+        same_bits, same_label = same_bits + int(bits.sum()), same_label + int(labels.sum())
+    return same_bits, same_label
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Swin Transformer V2, default and adaptive."""
+
+from .model import SwinV2, swinv2_base, swinv2_micro, swinv2_small, swinv2_tiny
+
+__all__ = ["SwinV2", "swinv2_base", "swinv2_micro", "swinv2_small", "swinv2_tiny"]

@@ -1,0 +1,127 @@
+"""Weights of SwinV2 to and from timm and transformers; every tensor keeps its bits.
+
+``python -m swinv2.convert model.safetensors out --model swinv2_tiny`` turns a safetensors file of timm (``--source
+transformers``: of transformers) into a directory for ``SwinV2.from_pretrained``.
+"""
+
+import argparse
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common import create_model
+
+__all__ = ["from_timm", "from_transformers", "to_timm", "to_transformers"]
+
+State = dict[str, Tensor]
+
+BUFFERS = ("relative_coords_table", "relative_position_index", "attn_mask")
+"""What older files store although it follows from the geometry."""
+
+TRANSFORMERS = {
+    "patch_embed.proj": "swinv2.embeddings.patch_embeddings.projection",
+    "patch_embed.norm": "swinv2.embeddings.norm",
+    "attn.logit_scale": "attention.self.logit_scale",
+    "attn.cpb_mlp": "attention.self.continuous_position_bias_mlp",
+    "attn.proj": "attention.output.dense",
+    "norm1": "layernorm_before",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+    "norm2": "layernorm_after",
+    "norm": "swinv2.layernorm",
+    "head.fc": "classifier",
+}
+"""Our name of a module, inside a block or at the top, and theirs. Attention is the exception: their query, key and
+value are our qkv, q_bias and v_bias."""
+
+
+def from_timm(state_dict: State) -> State:
+    """timm's weights as ours: the same names, so a timm model's state_dict comes back as it is.
+
+    Files published before timm moved patch merging to the start of a stage (and the original ones) are accepted: stage
+    i's merging belongs to stage i + 1 here, the head's layer is called fc, and stored buffers are dropped.
+    """
+    state = {name: tensor for name, tensor in state_dict.items() if not name.endswith(BUFFERS)}
+    if any(name.startswith("layers.0.downsample.") for name in state):
+        state = {_move_merging(name, 1).replace("head.", "head.fc."): tensor for name, tensor in state.items()}
+    return state
+
+
+def to_timm(state_dict: State) -> State:
+    """Our weights as timm's (timm >= 0.9): the inverse of ``from_timm``."""
+    return dict(state_dict)
+
+
+def from_transformers(state_dict: State) -> State:
+    """Weights of transformers' ``Swinv2ForImageClassification`` as ours: query, key and value become one matrix."""
+    names = {theirs: ours for ours, theirs in TRANSFORMERS.items()}
+    state = {}
+    for name, tensor in state_dict.items():
+        block, _, part = name.rpartition(".attention.self.")
+        ours = _move_merging(_rename(name.removeprefix("swinv2.encoder."), names), 1)
+        if part == "query.weight":
+            parts = [state_dict[f"{block}.attention.self.{t}.weight"] for t in ("query", "key", "value")]
+            state[ours.replace("attention.self.query", "attn.qkv")] = torch.cat(parts)
+        elif not part.startswith(("query", "key", "value")):
+            state[ours] = tensor
+        if part == "logit_scale" and f"{block}.attention.self.query.bias" in state_dict:
+            for t in ("query", "value"):
+                bias = state_dict[f"{block}.attention.self.{t}.bias"]
+                state[ours.replace("logit_scale", f"{t[0]}_bias")] = bias
+    return state
+
+
+def to_transformers(state_dict: State) -> State:
+    """Our weights as those of transformers' ``Swinv2ForImageClassification``: the inverse of ``from_transformers``."""
+    state = {}
+    for name, tensor in state_dict.items():
+        theirs = _rename(_move_merging(name, -1), TRANSFORMERS)
+        theirs = f"swinv2.encoder.{theirs}" if theirs.startswith("layers.") else theirs
+        block, _, part = name.rpartition(".attn.")
+        if part == "qkv.weight":
+            for t, weight in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
+                target = theirs.replace("attn.qkv.weight", f"attention.self.{t}")
+                state[f"{target}.weight"] = weight.clone()
+                if (bias := state_dict.get(f"{block}.attn.{t[0]}_bias")) is not None:
+                    state[f"{target}.bias"] = bias
+        elif part not in ("q_bias", "v_bias"):
+            state[theirs] = tensor
+    return state
+
+
+def _rename(name: str, names: dict[str, str]) -> str:
+    """Replace the module in ``layers.i.blocks.j.<module>.<rest>`` or, outside the blocks, in ``<module>.<rest>``."""
+    prefix, module = "", name
+    if ".blocks." in name:
+        parts = name.split(".")
+        prefix, module = ".".join(parts[:4]) + ".", ".".join(parts[4:])
+    for old, new in names.items():
+        if module == old or module.startswith(f"{old}."):
+            return prefix + new + module[len(old) :]
+    return name
+
+
+def _move_merging(name: str, by: int) -> str:
+    """Count patch merging as a part of the stage ``by`` stages later."""
+    parts = name.split(".")
+    if parts[0] == "layers" and parts[2] == "downsample":
+        parts[1] = str(int(parts[1]) + by)
+    return ".".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Convert SwinV2 weights into a directory for from_pretrained.")
+    parser.add_argument("file", help="safetensors file to read")
+    parser.add_argument("output_dir")
+    parser.add_argument("--model", default="swinv2_tiny", help="name of the model that the weights belong to")
+    parser.add_argument("--source", choices=("timm", "transformers"), default="timm", help="whose names they have")
+    args = parser.parse_args()
+    state = {"timm": from_timm, "transformers": from_transformers}[args.source](load_file(args.file))
+    model = create_model(args.model, num_classes=len(state["head.fc.weight"]))
+    model.load_state_dict(state)
+    print(f"{args.model} saved in {model.save_pretrained(args.output_dir)}")
+
+
+if __name__ == "__main__":
+    main()

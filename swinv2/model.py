@@ -1,0 +1,202 @@
+"""Swin Transformer V2, default and adaptive.
+
+Liu et al., *Swin Transformer V2: Scaling Up Capacity and Resolution*, CVPR 2022; adaptive modules of Rojas-Gomez et
+al., *Making Vision Transformers Truly Shift-Equivariant*, CVPR 2024. Parameters have timm's names.
+
+What differs from Swin: cosine attention with a learned scale, a position bias that a small network computes from
+log-spaced distances, and norms that come after attention, MLP and patch merging. The anchors are the same three. The
+one before patch merging scores the projection alone: after its norm all tokens would count nearly the same.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates
+from torch import Tensor, nn
+
+from common.anchors import MergeAnchor, Score
+from common.registry import defaults, register_model
+from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, merge_patches
+from common.windows import attend, attend_in_windows, relative_position_index
+
+
+def log_spaced_positions(window: tuple[int, int], pretrained_window: int) -> Tensor:
+    """Every relative position d in a window, as sign(d) log2(1 + |d|) / 3 with d scaled to [-8, 8]: (positions, 2).
+
+    ``pretrained_window`` is the side that means 8, or 0 for the window's own: a model fine-tuned with larger windows
+    goes on reading small distances as it was trained to. Computed in float32 whatever the model, as in the original.
+    """
+    axes = []
+    for side in window:
+        d = torch.arange(1 - side, side, dtype=torch.float32)
+        d = 8 * (d / max((pretrained_window or side) - 1, 1))
+        axes.append(d.sign() * torch.log2(1 + d.abs()) / 3)
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, 1).to(torch.get_default_dtype())
+
+
+class WindowAttention(nn.Module):
+    """Scaled cosine attention inside windows with a continuous position bias: (B, windows, tokens, C) -> the same.
+
+    softmax_j(cos(q_i, k_j) exp(min(tau, log 100)) + 16 sigmoid(MLP(log-spaced i - j))) v_j, one tau per head. Queries
+    and values have a bias, keys have none.
+    """
+
+    relative_coords_table: Tensor
+    relative_position_index: Tensor
+
+    def __init__(self, *, dim: int, num_heads: int, window: tuple[int, int], pretrained_window: int, qkv_bias: bool,
+                 attn_drop: float, proj_drop: float) -> None:  # fmt: skip
+        super().__init__()
+        self.num_heads = num_heads
+        self.attn_drop = attn_drop
+        self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10)))
+        self.q_bias = nn.Parameter(torch.zeros(dim)) if qkv_bias else None
+        self.v_bias = nn.Parameter(torch.zeros(dim)) if qkv_bias else None
+        table = log_spaced_positions(window, pretrained_window)
+        self.register_buffer("relative_coords_table", table, persistent=False)
+        self.register_buffer("relative_position_index", relative_position_index(window), persistent=False)
+        self.cpb_mlp = nn.Sequential(nn.Linear(2, 512), nn.ReLU(inplace=True), nn.Linear(512, num_heads, bias=False))
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        b, windows, n, _ = x.shape
+        bias = 16 * torch.sigmoid(self.cpb_mlp(self.relative_coords_table))  # positions, heads
+        bias = bias[self.relative_position_index].permute(2, 0, 1)  # heads, n, n
+        qkv_bias = None
+        if self.q_bias is not None and self.v_bias is not None:
+            qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        qkv = F.linear(x, self.qkv.weight, qkv_bias).view(b, windows, n, 3, self.num_heads, -1)
+        q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).unbind(0)
+        q, k = (F.normalize(t, dim=-1, eps=1e-6) for t in (q, k))  # torch's default eps is zero in float16
+        q = q * self.logit_scale.clamp(max=math.log(100)).exp()
+        dropout = self.attn_drop if self.training else 0.0
+        x = attend(q.to(v.dtype), k.to(v.dtype), v, bias, mask, dropout=dropout, scale=1.0)
+        return self.proj_drop(self.proj(x))
+
+
+class SwinV2Block(nn.Module):
+    """Attention in (shifted) windows, then an MLP, each normalised after and residual: (B, H, W, C) -> the same."""
+
+    def __init__(self, *, dim: int, num_heads: int, window: tuple[int, int], pretrained_window: int, mlp_ratio: float,
+                 qkv_bias: bool, proj_drop: float, attn_drop: float, drop_path: float) -> None:  # fmt: skip
+        super().__init__()
+        self.window = window
+        self.attn = WindowAttention(dim=dim, num_heads=num_heads, window=window, pretrained_window=pretrained_window,
+                                    qkv_bias=qkv_bias, attn_drop=attn_drop, proj_drop=proj_drop)  # fmt: skip
+        self.norm1 = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=nn.GELU, drop=proj_drop)
+        self.norm2 = nn.LayerNorm(dim)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None) -> Tensor:
+        x = x + self.drop_path(self.norm1(attend_in_windows(self.attn, x, self.window, shift, mask)))
+        return x + self.drop_path(self.norm2(self.mlp(x)))
+
+
+class PatchMerging(nn.Module):
+    """Concatenate 2 x 2 tokens, project, normalise (eq. patch_merge01): (B, H, W, C) -> (B, H/2, W/2, D)."""
+
+    def __init__(self, *, dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
+        self.norm = nn.LayerNorm(out_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.reduction(merge_patches(x)))
+
+    def anchor(self, anchor: MergeAnchor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return anchor(x, self.reduction)
+
+
+class SwinV2Stage(nn.Module):
+    """Patch merging (but in the first stage) and blocks that alternate between plain and shifted windows."""
+
+    def __init__(self, *, dim: int, out_dim: int, depth: int, downsample: bool, window: tuple[int, int],
+                 drop_path: Any, **block: Any) -> None:  # fmt: skip
+        super().__init__()
+        self.downsample = PatchMerging(dim=dim, out_dim=out_dim) if downsample else nn.Identity()
+        self.blocks = nn.ModuleList(
+            SwinV2Block(dim=out_dim, window=window, drop_path=drop_path[i], **block) for i in range(depth)
+        )
+
+
+class SwinV2(WindowedClassifier):
+    """Swin Transformer V2; ``adaptive=True`` makes it truly shift-equivariant with the same parameters.
+
+    Args:
+        img_size: image side or (height, width) the model is built for. Adaptive models take any multiple of
+            ``multiple``; default models take any multiple of the patch and pad windows.
+        pretrained_window_sizes: per stage, the window that the position bias was trained with; 0 for this model's own.
+        adaptive: anchor tokens, windows and patch merging.
+        canonical: roll the image to its canonical place first, so that outputs are bit-identical under shifts.
+        anchors: which anchors an adaptive model has (the paper's ablation removes one at a time).
+        score: how tokens count in an anchor, see ``common.anchors.Score``.
+    """
+
+    model_type = "swinv2"
+
+    def __init__(self, *, img_size: int | tuple[int, int] = 256, patch_size: int = 4, in_chans: int = 3,
+                 num_classes: int = 1000, embed_dim: int = 96, depths: tuple[int, ...] = (2, 2, 6, 2),
+                 num_heads: tuple[int, ...] = (3, 6, 12, 24), window_size: int | tuple[int, int] = 8,
+                 pretrained_window_sizes: tuple[int, ...] = (0, 0, 0, 0), mlp_ratio: float = 4.0,
+                 qkv_bias: bool = True, drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
+                 attn_drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False,
+                 canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
+                 score: Score = "signed") -> None:  # fmt: skip
+        super().__init__(locals())
+        self.patch_embed = PatchEmbed(patch_size=patch_size, in_chans=in_chans, dim=embed_dim)
+        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        self.layers = nn.ModuleList(
+            SwinV2Stage(dim=self.dims[max(i - 1, 0)], out_dim=self.dims[i], depth=depths[i], downsample=i > 0,
+                        window=self.windows[i], pretrained_window=pretrained_window_sizes[i], num_heads=num_heads[i],
+                        mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_drop=proj_drop_rate, attn_drop=attn_drop_rate,
+                        drop_path=rates[i])
+            for i in range(len(depths))
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(self.num_features)
+        self.head = ClassifierHead(self.num_features, num_classes, pool_type="avg", drop_rate=drop_rate,
+                                   input_fmt="NHWC")  # fmt: skip
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """The norms of the blocks start at zero, gain and bias, as in the original: a norm at the end of a residual
+        branch fixes the size of what is added, whatever the weights before it, so that only a zero gain lets a deep
+        model begin as its own skip path. Inside the blocks the first step moves these norms alone.
+        """
+        super().init_weights()
+        for name, parameter in self.named_parameters():
+            if ".blocks." in name and ".norm" in name:
+                nn.init.zeros_(parameter)
+
+    def no_weight_decay(self) -> set[str]:
+        return {name for name, _ in self.named_parameters() if "cpb_mlp" in name or "logit_scale" in name}
+
+
+@register_model
+def swinv2_micro(**kwargs: Any) -> SwinV2:
+    """For laptops and tests: 32 px, 8 x 8 tokens, 4 x 4 windows."""
+    return SwinV2(**defaults(kwargs, img_size=32, num_classes=10, embed_dim=64, depths=(2, 2), num_heads=(2, 4),
+                             window_size=4, pretrained_window_sizes=(0, 0), mlp_ratio=2.0,
+                             drop_path_rate=0.0))  # fmt: skip
+
+
+@register_model
+def swinv2_tiny(**kwargs: Any) -> SwinV2:
+    """SwinV2-T, 28.3 M parameters."""
+    return SwinV2(**defaults(kwargs, embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.2))
+
+
+@register_model
+def swinv2_small(**kwargs: Any) -> SwinV2:
+    """SwinV2-S, 49.7 M parameters."""
+    return SwinV2(**defaults(kwargs, embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.3))
+
+
+@register_model
+def swinv2_base(**kwargs: Any) -> SwinV2:
+    """SwinV2-B, 87.9 M parameters."""
+    return SwinV2(**defaults(kwargs, embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32), drop_path_rate=0.5))
