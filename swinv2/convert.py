@@ -4,17 +4,9 @@
 transformers``: of transformers) into a directory for ``SwinV2.from_pretrained``.
 """
 
-import argparse
-
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
-from common import create_model
-
-__all__ = ["from_timm", "from_transformers", "to_timm", "to_transformers"]
-
-State = dict[str, Tensor]
+from common.convert import State, main, move_merging, rename
 
 BUFFERS = ("relative_coords_table", "relative_position_index", "attn_mask")
 """What older files store although it follows from the geometry."""
@@ -44,7 +36,7 @@ def from_timm(state_dict: State) -> State:
     """
     state = {name: tensor for name, tensor in state_dict.items() if not name.endswith(BUFFERS)}
     if any(name.startswith("layers.0.downsample.") for name in state):
-        state = {_move_merging(name, 1).replace("head.", "head.fc."): tensor for name, tensor in state.items()}
+        state = {move_merging(name, 1).replace("head.", "head.fc."): tensor for name, tensor in state.items()}
     return state
 
 
@@ -59,7 +51,7 @@ def from_transformers(state_dict: State) -> State:
     state = {}
     for name, tensor in state_dict.items():
         block, _, part = name.rpartition(".attention.self.")
-        ours = _move_merging(_rename(name.removeprefix("swinv2.encoder."), names), 1)
+        ours = move_merging(rename(name.removeprefix("swinv2.encoder."), names), 1)
         if part == "query.weight":
             parts = [state_dict[f"{block}.attention.self.{t}.weight"] for t in ("query", "key", "value")]
             state[ours.replace("attention.self.query", "attn.qkv")] = torch.cat(parts)
@@ -76,7 +68,7 @@ def to_transformers(state_dict: State) -> State:
     """Our weights as those of transformers' ``Swinv2ForImageClassification``: the inverse of ``from_transformers``."""
     state = {}
     for name, tensor in state_dict.items():
-        theirs = _rename(_move_merging(name, -1), TRANSFORMERS)
+        theirs = rename(move_merging(name, -1), TRANSFORMERS)
         theirs = f"swinv2.encoder.{theirs}" if theirs.startswith("layers.") else theirs
         block, _, part = name.rpartition(".attn.")
         if part == "qkv.weight":
@@ -90,38 +82,5 @@ def to_transformers(state_dict: State) -> State:
     return state
 
 
-def _rename(name: str, names: dict[str, str]) -> str:
-    """Replace the module in ``layers.i.blocks.j.<module>.<rest>`` or, outside the blocks, in ``<module>.<rest>``."""
-    prefix, module = "", name
-    if ".blocks." in name:
-        parts = name.split(".")
-        prefix, module = ".".join(parts[:4]) + ".", ".".join(parts[4:])
-    for old, new in names.items():
-        if module == old or module.startswith(f"{old}."):
-            return prefix + new + module[len(old) :]
-    return name
-
-
-def _move_merging(name: str, by: int) -> str:
-    """Count patch merging as a part of the stage ``by`` stages later."""
-    parts = name.split(".")
-    if parts[0] == "layers" and parts[2] == "downsample":
-        parts[1] = str(int(parts[1]) + by)
-    return ".".join(parts)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Convert SwinV2 weights into a directory for from_pretrained.")
-    parser.add_argument("file", help="safetensors file to read")
-    parser.add_argument("output_dir")
-    parser.add_argument("--model", default="swinv2_tiny", help="name of the model that the weights belong to")
-    parser.add_argument("--source", choices=("timm", "transformers"), default="timm", help="whose names they have")
-    args = parser.parse_args()
-    state = {"timm": from_timm, "transformers": from_transformers}[args.source](load_file(args.file))
-    model = create_model(args.model, num_classes=len(state["head.fc.weight"]))
-    model.load_state_dict(state)
-    print(f"{args.model} saved in {model.save_pretrained(args.output_dir)}")
-
-
 if __name__ == "__main__":
-    main()
+    main({"timm": from_timm, "transformers": from_transformers}, default_model="swinv2_tiny")

@@ -1,0 +1,53 @@
+"""What the converters share: renaming modules, and the command line of a folder's ``convert.py``."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from .hub import check_state
+from .registry import create_model
+
+__all__ = ["State", "main", "move_merging", "rename"]
+
+State = dict[str, Tensor]
+
+
+def rename(name: str, names: Mapping[str, str]) -> str:
+    """Replace the module in ``layers.i.blocks.j.<module>.<rest>`` or, outside the blocks, in ``<module>.<rest>``."""
+    prefix, module = "", name
+    if ".blocks." in name:
+        parts = name.split(".")
+        prefix, module = ".".join(parts[:4]) + ".", ".".join(parts[4:])
+    for old, new in names.items():
+        if module == old or module.startswith(f"{old}."):
+            return prefix + new + module[len(old) :]
+    return name
+
+
+def move_merging(name: str, by: int) -> str:
+    """Count patch merging as a part of the stage ``by`` stages later."""
+    parts = name.split(".")
+    if parts[0] == "layers" and parts[2] == "downsample":
+        parts[1] = str(int(parts[1]) + by)
+    return ".".join(parts)
+
+
+def main(converters: Mapping[str, Callable[[State], State]], default_model: str) -> None:
+    """Turn a safetensors file of another library into a directory for ``from_pretrained``."""
+    parser = argparse.ArgumentParser(description=main.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("file", type=Path, help="safetensors file to read")
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--model", default=default_model, help="name of the model that the weights belong to")
+    parser.add_argument("--source", choices=sorted(converters), default=next(iter(converters)), help="whose names")
+    args = parser.parse_args()
+    if args.file.suffix != ".safetensors":
+        raise SystemExit(f"{args.file}: only safetensors files are read; a pickle can run code when it is loaded")
+    state = converters[args.source](load_file(args.file))
+    head = state.get("head.fc.weight")
+    model = create_model(args.model, num_classes=0 if head is None else len(head))
+    check_state(model.state_dict(), state, str(args.file))
+    model.load_state_dict(state, strict=True)
+    print(f"{args.model}: {model.save_pretrained(args.output_dir)}")

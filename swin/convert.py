@@ -1,0 +1,96 @@
+"""Weights of Swin to and from timm, transformers and the original release; every tensor keeps its bits.
+
+``python -m swin.convert model.safetensors out --model swin_tiny --source timm`` writes a directory for
+``Swin.from_pretrained``.
+"""
+
+import torch
+
+from common.convert import State, main, move_merging, rename
+
+BUFFERS = ("relative_position_index", "attn_mask")
+"""What older files store although it follows from the geometry."""
+
+TRANSFORMERS = {
+    "patch_embed.proj": "swin.embeddings.patch_embeddings.projection",
+    "patch_embed.norm": "swin.embeddings.norm",
+    "attn.relative_position_bias_table": "attention.self.relative_position_bias_table",
+    "attn.proj": "attention.output.dense",
+    "norm1": "layernorm_before",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+    "norm2": "layernorm_after",
+    "norm": "swin.layernorm",
+    "head.fc": "classifier",
+}
+"""Our name of a module, inside a block or at the top, and theirs; their query, key and value are our qkv."""
+
+IN_MEMORY = {
+    "attention.q_proj": "attention.self.query",
+    "attention.k_proj": "attention.self.key",
+    "attention.v_proj": "attention.self.value",
+    "attention.o_proj": "attention.output.dense",
+    "attention.relative_position_bias": "attention.self",
+}
+"""transformers 5 renames modules when it loads a file; its files keep the names above."""
+
+
+def from_timm(state_dict: State) -> State:
+    """timm's weights as ours: the same names, so a timm model's state_dict comes back as it is.
+
+    Files published before timm moved patch merging to the start of a stage (and the original release) are accepted:
+    stage i's merging belongs to stage i + 1 here, the head's layer is called fc, and stored buffers are dropped.
+    """
+    state = {name: tensor for name, tensor in state_dict.items() if not name.endswith(BUFFERS)}
+    if any(name.startswith("layers.0.downsample.") for name in state):
+        state = {move_merging(name, 1).replace("head.", "head.fc."): tensor for name, tensor in state.items()}
+    return state
+
+
+def to_timm(state_dict: State) -> State:
+    """Our weights as timm's (timm >= 0.9): the inverse of ``from_timm``."""
+    return dict(state_dict)
+
+
+def from_transformers(state_dict: State) -> State:
+    """Weights of transformers' ``SwinForImageClassification`` as ours: query, key and value become one matrix.
+
+    Takes the tensors of a file, or of a model in memory.
+    """
+    state_dict = {rename_in_memory(name): tensor for name, tensor in state_dict.items()}
+    names = {theirs: ours for ours, theirs in TRANSFORMERS.items()}
+    state = {}
+    for name, tensor in state_dict.items():
+        block, _, part = name.rpartition(".attention.self.")
+        ours = move_merging(rename(name.removeprefix("swin.encoder."), names), 1)
+        if part in ("query.weight", "query.bias"):
+            kind = part.removeprefix("query.")
+            parts = [state_dict[f"{block}.attention.self.{t}.{kind}"] for t in ("query", "key", "value")]
+            state[ours.replace("attention.self.query", "attn.qkv")] = torch.cat(parts)
+        elif not part.startswith(("query", "key", "value")) and not name.endswith(BUFFERS):
+            state[ours] = tensor
+    return state
+
+
+def to_transformers(state_dict: State) -> State:
+    """Our weights as a file of transformers' ``SwinForImageClassification``: the inverse of ``from_transformers``."""
+    state = {}
+    for name, tensor in state_dict.items():
+        theirs = rename(move_merging(name, -1), TRANSFORMERS)
+        theirs = f"swin.encoder.{theirs}" if theirs.startswith("layers.") else theirs
+        if ".attn.qkv." in theirs:
+            for part, piece in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
+                state[theirs.replace("attn.qkv", f"attention.self.{part}")] = piece.clone()
+        else:
+            state[theirs] = tensor
+    return state
+
+
+def rename_in_memory(name: str) -> str:
+    for new, old in IN_MEMORY.items():
+        name = name.replace(f".{new}.", f".{old}.")
+    return name
+
+
+if __name__ == "__main__":
+    main({"timm": from_timm, "transformers": from_transformers}, default_model="swin_tiny")

@@ -1,0 +1,122 @@
+"""Default models against the libraries people use, with converted weights: a model that differs here is another model.
+
+Weights are randomised, so that no bias, gain or position table hides. Float32 is compared relative to the scale of the
+output: the references themselves differ from their own float64 by as much.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import transformers
+from conftest import randomize
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import cvt.convert
+import mvitv2.convert
+import swin.convert
+import swinv2.convert
+from common import create_model
+
+TIMM = {
+    "swin_tiny": ("swin_tiny_patch4_window7_224", swin.convert),
+    "swin_small": ("swin_small_patch4_window7_224", swin.convert),
+    "swin_base": ("swin_base_patch4_window7_224", swin.convert),
+    "swinv2_tiny": ("swinv2_tiny_window8_256", swinv2.convert),
+    "swinv2_small": ("swinv2_small_window8_256", swinv2.convert),
+    "swinv2_base": ("swinv2_base_window8_256", swinv2.convert),
+    "mvitv2_tiny": ("mvitv2_tiny", mvitv2.convert),
+    "mvitv2_small": ("mvitv2_small", mvitv2.convert),
+    "mvitv2_base": ("mvitv2_base", mvitv2.convert),
+}
+PARAMETERS = {"swin_tiny": 28.3, "swinv2_tiny": 28.3, "cvt_13": 20.0, "mvitv2_tiny": 24.2}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def assert_equal_outputs(ours: nn.Module, theirs: Callable[[Tensor], tuple[Tensor, list[Tensor]]], x: Tensor) -> None:
+    tolerance = 1e-10 if x.dtype == torch.float64 else 1e-5
+    with torch.no_grad():
+        logits, stages = theirs(x)
+        assert relative(ours(x), logits) < tolerance
+        for i, (mine, reference) in enumerate(zip(ours.forward_intermediates(x)[1], stages, strict=True)):
+            assert relative(mine, reference) < tolerance, f"stage {i}"
+
+
+@pytest.mark.parametrize(("name", "dtype"), [
+    *((name, torch.float64) for name in TIMM), *((name, torch.float32) for name in TIMM if "tiny" in name)
+], ids=str)  # fmt: skip
+def test_equals_timm(name: str, dtype: torch.dtype) -> None:
+    reference_name, convert = TIMM[name]
+    reference = randomize(timm.create_model(reference_name)).to(dtype).eval()
+    state = reference.state_dict()
+    ours = create_model(name).to(dtype).eval()
+    ours.load_state_dict(convert.from_timm(state), strict=True)
+    back = convert.to_timm(ours.state_dict())
+    assert list(back) == list(state)
+    assert all(torch.equal(back[key], state[key]) for key in state)
+
+    def theirs(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return reference(x), reference.forward_intermediates(x)[1]
+
+    assert_equal_outputs(ours, theirs, torch.randn(1, 3, *ours.img_size, dtype=dtype))
+
+
+def transformers_model(name: str) -> tuple[nn.Module, Any]:
+    """A classifier of transformers with the shape of our ``name``, and our converter for it."""
+    if name == "swin_tiny":
+        config: Any = transformers.SwinConfig(num_labels=1000)
+        return transformers.SwinForImageClassification(config), swin.convert
+    if name == "swinv2_tiny":
+        config = transformers.Swinv2Config(image_size=256, window_size=8, num_labels=1000)
+        return transformers.Swinv2ForImageClassification(config), swinv2.convert
+    config = transformers.CvtConfig(depth=[1, 2, 10] if name == "cvt_13" else [1, 4, 16], num_labels=1000)
+    return transformers.CvtForImageClassification(config), cvt.convert
+
+
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("cvt_13", torch.float32), ("cvt_13", torch.float64), ("cvt_21", torch.float64),
+    ("swin_tiny", torch.float64), ("swinv2_tiny", torch.float64),
+], ids=str)  # fmt: skip
+def test_equals_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    reference, convert = transformers_model(name)
+    reference = randomize(reference).to(dtype).eval()
+    reference.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    ours = create_model(name).to(dtype).eval()
+    ours.load_state_dict(convert.from_transformers(reference.state_dict()), strict=True)
+    ours.load_state_dict(convert.from_transformers(state), strict=True)
+    back = convert.to_transformers(ours.state_dict())
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[key], state[key]) for key in state)
+
+    def theirs(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        output = reference(x, output_hidden_states=True)
+        stages = output.hidden_states if "cvt" in name else []  # the Swins report merged, not stage, features
+        return output.logits, stages or ours.forward_intermediates(x)[1]
+
+    assert_equal_outputs(ours, theirs, torch.randn(1, 3, *ours.img_size, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters(name: str) -> None:
+    count = sum(p.numel() for p in create_model(f"a_{name}").parameters())
+    assert round(count / 1e6, 1) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("convert", [swin.convert, swinv2.convert])
+def test_the_original_layout_of_patch_merging_is_understood(convert: Any) -> None:
+    """The first release keeps merging at the end of a stage, calls the head by one name and stores buffers."""
+    name = f"{convert.__name__.split('.')[0]}_micro"
+    state = create_model(name).state_dict()
+    old = {key.replace("layers.1.downsample", "layers.0.downsample").replace("head.fc.", "head."): tensor
+           for key, tensor in state.items()}  # fmt: skip
+    old["layers.0.blocks.1.attn_mask"] = torch.zeros(4, 16, 16)
+    old["layers.0.blocks.0.attn.relative_position_index"] = torch.zeros(16, 16, dtype=torch.long)
+    create_model(name).load_state_dict(convert.from_timm(old), strict=True)
