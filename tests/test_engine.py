@@ -1,0 +1,171 @@
+"""Training: it runs from the command line, resumes to the same bits, and does the same with two processes as with one.
+
+Runs are real but short: a few steps of the micro model on digits, in their own processes.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common import from_pretrained
+from common.engine import EpochSampler, _schedule
+from common.recipe import Recipe, parse_command_line
+from swin.recipes import RECIPES
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = ["--limit", "160", "--batch_size", "32", "--epochs", "3", "--metrics", "top1", "c_cons", "--eval_every", "3"]
+
+
+def command(output: Path, *flags: str, launcher: tuple[str, ...] = ()) -> list[str]:
+    python = [sys.executable, "-m", "accelerate.commands.launch", *launcher] if launcher else [sys.executable]
+    return [*python, "swin/train.py", *SHORT, "--output_dir", str(output), *flags]
+
+
+def run(output: Path, *flags: str, launcher: tuple[str, ...] = ()) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command(output, *flags, launcher=launcher), cwd=ROOT, env=environment, text=True,
+                          capture_output=True, timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def log(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run in one process."""
+    output = tmp_path_factory.mktemp("reference")
+    stdout = run(output)
+    assert "a_swin_micro" in stdout
+    return output
+
+
+def test_a_run_leaves_a_loadable_model_and_its_results(reference: Path) -> None:
+    results = json.loads((reference / "results.json").read_text())
+    assert results["c_cons"] == 100.0
+    assert results["images"] == 160
+    assert results["settings"]["batch_size"] == 32
+    assert from_pretrained(str(reference))(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+    assert (reference / "best" / "model.safetensors").exists()
+    assert (reference / "curves.png").stat().st_size > 1000
+    losses = [row["loss"] for row in log(reference) if "loss" in row]
+    assert len(losses) == 15
+    assert all(loss > 0 for loss in losses)
+
+
+def test_killed_and_resumed_gives_the_same_bits(reference: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle of an epoch, then --resume_from_checkpoint latest: as if nothing had happened."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    process = subprocess.Popen(command(tmp_path, "--checkpointing_steps", "2"), cwd=ROOT, env=environment,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "checkpoints" / "step_00000006").exists():
+        assert process.poll() is None, "training ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "results.json").exists()
+    stdout = run(tmp_path, "--checkpointing_steps", "2", "--resume_from_checkpoint", "latest")
+    assert "resumed from" in stdout
+    one, other = (load_file(path / "model.safetensors") for path in (reference, tmp_path))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    same = [{k: row[k] for k in ("step", "loss") if k in row} for row in log(reference)]
+    assert [{k: row[k] for k in ("step", "loss") if k in row} for row in log(tmp_path)] == same
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2  # the last two are kept, no temporary one is left
+
+
+def test_sigterm_checkpoints_and_exits_cleanly(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    process = subprocess.Popen(command(tmp_path, "--epochs", "300"), cwd=ROOT, env=environment, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not ((tmp_path / "log.jsonl").exists() and (tmp_path / "log.jsonl").stat().st_size):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "go on with --resume_from_checkpoint" in stdout
+    assert list((tmp_path / "checkpoints").glob("step_*/model.safetensors"))
+
+
+def test_two_processes_do_what_one_does(reference: Path, tmp_path: Path) -> None:
+    """The same global batch on two processes: the same losses to rounding, the same evaluation counts exactly.
+
+    ``--multi_gpu`` is Accelerate's name for its torchrun launcher; told to use the CPU, the processes talk over gloo.
+    160 test images do not divide into two processes times the evaluation batch: padding must not count twice.
+    """
+    run(tmp_path, "--eval_batch_size", "33", launcher=("--multi_gpu", "--num_processes", "2"))
+    ours = [row["loss"] for row in log(tmp_path) if "loss" in row]
+    single = [row["loss"] for row in log(reference) if "loss" in row]
+    assert ours == pytest.approx(single, abs=1e-5)
+    results = [json.loads((path / "results.json").read_text()) for path in (tmp_path, reference)]
+    assert results[0]["processes"] == 2
+    assert results[0]["images"] == results[1]["images"] == 160
+    assert [results[0][m] for m in ("top1", "c_cons")] == [results[1][m] for m in ("top1", "c_cons")]
+
+
+def test_gradient_accumulation_is_a_larger_batch(reference: Path, tmp_path: Path) -> None:
+    run(tmp_path, "--gradient_accumulation_steps", "4")
+    one, other = (load_file(path / "model.safetensors") for path in (reference, tmp_path))
+    assert max((one[name] - other[name]).abs().max().item() for name in one) < 1e-4
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, "--checkpointing_steps", "5", "--epochs", "1", "--eval_every", "1")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    flags = ("--resume_from_checkpoint", "latest", "--epochs", "1", "--model", "swin_micro")
+    done = subprocess.run(
+        command(tmp_path, *flags), cwd=ROOT, env=environment, text=True, capture_output=True, check=False
+    )
+    assert done.returncode != 0
+    assert "belongs to another run" in done.stderr
+
+
+def test_command_line_overrides_recipes_and_refuses_unknown_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    name, recipe, options = parse_command_line(RECIPES, "digits", ["--recipe", "cifar10", "--epochs", "7", "--no-flip",
+                                                                   "--betas", "0.8", "0.9"])  # fmt: skip
+    assert (name, recipe.epochs, recipe.flip, recipe.betas) == ("cifar10", 7, False, (0.8, 0.9))
+    assert recipe.resize == RECIPES["cifar10"].resize
+    assert options.output_dir == "outputs/cifar10"
+    with pytest.raises(SystemExit):
+        parse_command_line(RECIPES, "digits", ["--epoch_count", "7"])
+    assert "unrecognized arguments: --epoch_count" in capsys.readouterr().err
+
+
+def test_schedule_warms_up_then_follows_a_cosine() -> None:
+    recipe = Recipe(
+        model="m", epochs=10, batch_size=64, lr=1e-3, lr_batch=32, warmup_epochs=2, warmup_lr=1e-4, min_lr=1e-5
+    )
+    assert recipe.scaled(recipe.lr) == pytest.approx(2e-3)
+    factor = _schedule(recipe, steps_per_epoch=5)
+    values = [factor(step) for step in range(51)]
+    assert values[0] == pytest.approx(0.1)
+    assert values[10] == pytest.approx(1.0)
+    assert values[30] == pytest.approx(0.01 + 0.99 * 0.5)
+    assert values[50] == pytest.approx(0.01)
+    assert values[:11] == sorted(values[:11])
+    assert values[10:] == sorted(values[10:], reverse=True)
+
+
+def test_sampling_depends_on_seed_and_epoch() -> None:
+    sampler = EpochSampler(50, seed=3)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    second = list(sampler)
+    sampler.set_epoch(0)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert list(sampler) == first
