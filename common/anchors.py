@@ -2,10 +2,16 @@
 
 An anchor looks at tokens on an H x W torus, scores each of the s x s offsets of a stride-s grid with a shift-invariant
 function, rolls each sample by its own best offset and returns the rolled tokens with that offset. After it, the stock
-strided operation at phase zero is equivariant. Nothing is learned in an anchor and nothing is stored: scores are taken
-under ``no_grad``, outside autocast, in float32 at least, and reduced over the grid in float64.
+strided operation at phase zero is equivariant. Nothing is learned in an anchor and nothing is stored; scores are taken
+under ``no_grad`` and reduced over the grid in float64.
+
+Two options make scores cheap without making them less exact. ``sketch=r`` scores r fixed random combinations of a
+token's D channels instead of all (still a shift-invariant function, so still exact; 0 is the paper's full score).
+``fast=True`` in a call leaves them in the precision of the model around them: safe behind the canonical anchor, where
+all shifted copies are one array; otherwise scores are taken in float32 at least, outside autocast.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -14,7 +20,16 @@ from torch import Tensor, nn
 
 from .shifts import circular_pad, roll
 
-__all__ = ["ConvAnchor", "MergeAnchor", "Score", "WindowAnchor", "best_offset", "phase_scores", "token_energy"]
+__all__ = [
+    "Anchor",
+    "ConvAnchor",
+    "MergeAnchor",
+    "Score",
+    "WindowAnchor",
+    "best_offset",
+    "phase_scores",
+    "token_energy",
+]
 
 Score = Literal["signed", "energy"]
 """How a token counts: ``energy`` is the paper's squared norm; ``signed`` adds a little of one fixed direction, because
@@ -57,19 +72,52 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.device.type == "mps" else x.double()  # MPS has no float64
 
 
-def _full(x: Tensor) -> Tensor:
-    """At least float32: half-precision tokens are scored in float32."""
-    return x if x.dtype == torch.float64 else x.float()
+class Anchor(nn.Module):
+    """What anchors share: how tokens count, the sketch, the precision of scores."""
+
+    directions: Tensor
+
+    def __init__(self, *, score: Score = "signed", sketch: int = 0) -> None:
+        super().__init__()
+        if score not in ("signed", "energy"):
+            raise ValueError(f"unknown score {score!r}: choose 'signed' or 'energy'")
+        self.score: Score = score
+        self.sketch = sketch
+        if sketch:
+            generator = torch.Generator().manual_seed(2024)
+            self.register_buffer("directions", torch.randn(sketch, 4096, generator=generator), persistent=False)
+
+    def rows(self, weight: Tensor) -> Tensor:
+        """Rows (D, ...) of the linear map whose output is scored, or their r fixed combinations (r, ...)."""
+        if not self.sketch or len(weight) <= self.sketch:
+            return weight
+        return torch.tensordot(self.directions[:, : len(weight)].to(weight), weight, 1)
+
+    def depthwise_rows(self, *weights: Tensor) -> Tensor:
+        """Depthwise kernels (C, 1, k, k) of one input: side by side, or r fixed combinations of all (r, C, k, k)."""
+        if not self.sketch:
+            return torch.stack(weights, 1).flatten(0, 1)  # grouped: the outputs of a channel are neighbours
+        kernels = torch.stack(weights)[:, :, 0]  # n, C, k, k
+        directions = self.directions[:, : kernels.shape[0] * kernels.shape[1]].to(kernels)
+        return torch.einsum("rnc,ncij->rcij", directions.unflatten(1, kernels.shape[:2]), kernels)
+
+    def precision(self, x: Tensor, fast: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if fast else torch.autocast(x.device.type, enabled=False)
+
+    def cast(self, x: Tensor, fast: bool) -> Tensor:
+        """Tokens in the precision they are scored in."""
+        return x if fast or x.dtype == torch.float64 else x.float()
+
+    def choose(self, t: Tensor, stride: tuple[int, int]) -> Tensor:
+        """(B, r, H, W) outputs of a strided operation at every position -> offsets (B, 2) of its best phase."""
+        t = t if t.dtype == torch.float64 else t.float()
+        return best_offset(phase_scores(token_energy(t, self.score, 1), stride))
+
+    def extra_repr(self) -> str:
+        return f"score={self.score!r}, sketch={self.sketch}"
 
 
-def _numeric(pair: Any) -> tuple[int, int]:
-    """A convolution's padding or stride, of which padding may be a word."""
-    if isinstance(pair, str):
-        raise ValueError(f"an anchored convolution needs its padding in pixels, not {pair!r}")
-    return pair[0], pair[1]
-
-
-class ConvAnchor(nn.Module):
+class ConvAnchor(Anchor):
     """A-token (eq. adaptive_token) and every other strided convolution: m* = argmax_m sum |conv at phase m|^2.
 
     The convolution is taken at every position (circular padding (p, k - 1 - p)) and its energy summed per phase.
@@ -77,27 +125,38 @@ class ConvAnchor(nn.Module):
     Shapes: x (B, C, H, W) -> rolled x, offsets (B, 2) in [0, stride).
     """
 
-    def __init__(self, *, score: Score = "signed") -> None:
-        super().__init__()
-        self.score: Score = score
-
-    def forward(self, x: Tensor, conv: nn.Conv2d) -> tuple[Tensor, Tensor]:
-        offset = self.offset(x, conv)
+    def forward(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> tuple[Tensor, Tensor]:
+        offset = self.offset(x, conv, fast)
         return roll(x, offset), offset
 
     @torch.no_grad()
-    def offset(self, x: Tensor, conv: nn.Conv2d) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            x = _full(x)
-            kh, kw = conv.kernel_size
-            ph, pw = _numeric(conv.padding)
-            bias = None if conv.bias is None else conv.bias.to(x)
-            t = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))
-            t = F.conv2d(t, conv.weight.to(x), bias, groups=conv.groups)
-            return best_offset(phase_scores(token_energy(t, self.score, 1), _numeric(conv.stride)))
+    def offset(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> Tensor:
+        with self.precision(x, fast):
+            x = self.cast(x, fast)
+            weight, bias = conv.weight.to(x), None if conv.bias is None else conv.bias.to(x)
+            if conv.groups == 1:
+                weight, bias = self.rows(weight), None if bias is None else self.rows(bias)
+            return self.choose(at_every_position(x, weight, conv, bias), numbers(conv.stride))
 
 
-class MergeAnchor(nn.Module):
+def at_every_position(x: Tensor, weight: Tensor, conv: nn.Conv2d, bias: Tensor | None = None) -> Tensor:
+    """A strided convolution's output at stride 1 on the torus, with other weights of the same kernel size.
+
+    Padding (p, k - 1 - p) puts what the convolution gives for token j of phase m at position stride j + m.
+    """
+    (kh, kw), (ph, pw) = conv.kernel_size, numbers(conv.padding)
+    x = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))
+    return F.conv2d(x, weight, bias, groups=x.shape[1] // weight.shape[1])
+
+
+def numbers(pair: Any) -> tuple[int, int]:
+    """A convolution's padding or stride, of which padding may be a word."""
+    if isinstance(pair, str):
+        raise ValueError(f"an anchored convolution needs its padding in pixels, not {pair!r}")
+    return pair[0], pair[1]
+
+
+class MergeAnchor(Anchor):
     """A-PMerge (claim pmergeconv): patch merging is a 2 x 2 convolution of stride 2; m* maximises its output's energy.
 
     The LayerNorm of the merged patch is folded: with per-token sums, W LN(p) = (W' p - mean W'1) / std + W b, where
@@ -108,32 +167,31 @@ class MergeAnchor(nn.Module):
     -> rolled x, offsets (B, 2) in {0, 1}.
     """
 
-    def __init__(self, *, score: Score = "signed") -> None:
-        super().__init__()
-        self.score: Score = score
-
-    def forward(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None) -> tuple[Tensor, Tensor]:
-        offset = self.offset(x, reduction, norm)
+    def forward(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None,
+                fast: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+        offset = self.offset(x, reduction, norm, fast)
         return roll(x, offset, dims=(1, 2)), offset
 
     @torch.no_grad()
-    def offset(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            x = _full(x).permute(0, 3, 1, 2)  # B, C, H, W
+    def offset(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None, fast: bool = False) -> Tensor:
+        with self.precision(x, fast):
+            x = self.cast(x, fast).permute(0, 3, 1, 2)  # B, C, H, W
             channels = x.shape[1]
-            weight = reduction.weight.to(x) * (1.0 if norm is None else norm.weight.to(x))
-            kernel = weight.view(-1, 2, 2, channels).permute(0, 3, 2, 1)  # D, C, row, column
+            projection = self.rows(reduction.weight.to(x))  # r, 4C
+            weight = projection if norm is None else projection * norm.weight.to(x)
+            kernel = weight.view(-1, 2, 2, channels).permute(0, 3, 2, 1)  # r, C, row, column
             t = F.conv2d(circular_pad(x, (0, 1, 0, 1)), kernel)
             if norm is not None:
+                x = x if x.dtype == torch.float64 else x.float()
                 sums = torch.stack([x.sum(1), x.square().sum(1)], 1)
                 mean, square = F.avg_pool2d(circular_pad(sums, (0, 1, 0, 1)), 2, stride=1).div(channels).split(1, 1)
                 inverse_std = (square - mean.square()).clamp_min(0).add(norm.eps).rsqrt()
-                constant = reduction.weight.to(x) @ norm.bias.to(x)
-                t = (t - mean * weight.sum(1).view(1, -1, 1, 1)) * inverse_std + constant.view(1, -1, 1, 1)
-            return best_offset(phase_scores(token_energy(t, self.score, 1), (2, 2)))
+                constant = (projection @ norm.bias.to(projection)).view(1, -1, 1, 1)
+                t = (t - mean * weight.sum(1).view(1, -1, 1, 1)) * inverse_std + constant
+            return self.choose(t, (2, 2))
 
 
-class WindowAnchor(nn.Module):
+class WindowAnchor(Anchor):
     """A-WSA (eq. a_wsa): m* = argmax_m || v_m ||_2, v_m[k] the mean token norm in window k of the partition at m.
 
     The paper's score ties where it should not: it cannot see where in its window a bright token sits, and norms are all
@@ -146,18 +204,14 @@ class WindowAnchor(nn.Module):
     Shapes: x (B, H, W, C) -> rolled x, offsets (B, 2) in [0, window).
     """
 
-    def __init__(self, *, score: Score = "signed") -> None:
-        super().__init__()
-        self.score: Score = score
-
     def forward(self, x: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
         offset = self.offset(x, window)
         return roll(x, offset, dims=(1, 2)), offset
 
     @torch.no_grad()
     def offset(self, x: Tensor, window: tuple[int, int]) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            x = _full(x)
+        with self.precision(x, fast=False):  # a sum of squares: nothing to gain from less
+            x = self.cast(x, fast=False)
             strength = _wide(x.square().sum(-1)).sqrt()  # B, H, W
             if self.score == "signed":
                 strength = strength + 0.1 * _wide((x * _direction(x.shape[-1], x)).sum(-1))

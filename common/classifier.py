@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from .canonical import Canonical
 from .hub import HubModel
 
-__all__ = ["Classifier", "check_images", "check_size", "to_pair"]
+__all__ = ["Classifier", "PaddingMode", "Stages", "check_images", "check_size", "resolve_padding", "to_pair"]
 
 Stages = list[tuple[Tensor, Tensor]]
+PaddingMode = Literal["zeros", "circular"]
 
 
 def to_pair(value: int | tuple[int, int]) -> tuple[int, int]:
@@ -44,8 +45,18 @@ def check_size(size: tuple[int, int], multiple: tuple[int, int], why: str) -> No
                      "build the model with another img_size")  # fmt: skip
 
 
+def resolve_padding(padding_mode: PaddingMode | None, adaptive: bool) -> PaddingMode:
+    """How convolutions pad: circularly in an adaptive model, with zeros in a default one unless told otherwise."""
+    if padding_mode not in (None, "zeros", "circular"):
+        raise ValueError(f"unknown padding_mode {padding_mode!r}: choose 'zeros', 'circular' or None")
+    if adaptive and padding_mode == "zeros":
+        raise ValueError("padding_mode='zeros' breaks the shift equivariance of an adaptive model, for a torus has no "
+                         "edge: leave it out, or use 'circular'")  # fmt: skip
+    return padding_mode or ("circular" if adaptive else "zeros")
+
+
 class Classifier(HubModel):
-    """Base of the four architectures: a subclass builds its layers and gives ``forward_stages``.
+    """Base of the four architectures: a subclass builds its layers and gives ``walk``.
 
     Images (B, in_chans, H, W), normalised -> logits (B, num_classes). Features are channels-last, (B, H/s, W/s, C).
     """
@@ -53,8 +64,10 @@ class Classifier(HubModel):
     norm: nn.Module
     head: nn.Module
 
-    def __init__(self, arguments: dict[str, Any], *, multiple: tuple[int, int]) -> None:
+    def __init__(self, arguments: dict[str, Any], *, multiple: tuple[int, int], anchors: tuple[str, ...]) -> None:
         super().__init__(arguments)
+        if unknown := sorted(set(arguments["anchors"]) - set(anchors)):
+            raise ValueError(f"unknown anchors {unknown}: choose among {anchors}")
         self.img_size = to_pair(arguments["img_size"])
         self.in_chans: int = arguments["in_chans"]
         self.num_classes: int = arguments["num_classes"]
@@ -78,14 +91,10 @@ class Classifier(HubModel):
             return self.canonicalize(x)
         return x, torch.zeros(len(x), 2, dtype=torch.long, device=x.device)
 
-    def forward_stages(self, x: Tensor, last: int) -> Stages:
-        """Tokens (B, H/s, W/s, C) of stages 0..last, each with the pixel offsets (B, 2) of its grid's origin."""
-        return self.walk(x, last)[0]
-
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        """Stages 0..last, and the tokens that leave the last of them (with a class token, where there is one)."""
-        stages = self.forward_stages(x, last)
-        return stages, stages[-1][0]
+        """Tokens (B, H/s, W/s, C) of stages 0..last, each with the pixel offsets (B, 2) of its grid's origin, and what
+        leaves the last of them (with its class token, where there is one)."""
+        raise NotImplementedError
 
     def forward_features(self, x: Tensor) -> Tensor:
         return self.norm(self.walk(x, len(self.feature_info) - 1)[1])

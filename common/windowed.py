@@ -57,9 +57,8 @@ class WindowedClassifier(Classifier):
         ]
         adaptive, anchors = arguments["adaptive"], arguments["anchors"]
         exact = [math.lcm(*(s * w[axis] for s, w in zip(strides, windows, strict=True))) for axis in (0, 1)]
-        super().__init__(arguments, multiple=(exact[0], exact[1]) if adaptive else (patch, patch))
-        if unknown := sorted(set(anchors) - set(ANCHORS)):
-            raise ValueError(f"unknown anchors {unknown}: choose among {ANCHORS}")
+        multiple = (exact[0], exact[1]) if adaptive else (patch, patch)
+        super().__init__(arguments, multiple=multiple, anchors=ANCHORS)
         self.windows = windows
         self.dims = [arguments["embed_dim"] * 2**i for i in range(len(depths))]
         self.num_features = self.dims[-1]
@@ -67,9 +66,9 @@ class WindowedClassifier(Classifier):
             {"num_chs": dim, "reduction": stride, "module": f"layers.{i}"}
             for i, (dim, stride) in enumerate(zip(self.dims, strides, strict=True))
         ]
-        score = arguments["score"]
-        self.token_anchor = ConvAnchor(score=score) if adaptive and "token" in anchors else None
-        self.merge_anchor = MergeAnchor(score=score) if adaptive and "merge" in anchors else None
+        score, sketch = arguments["score"], arguments["sketch"]
+        self.token_anchor = ConvAnchor(score=score, sketch=sketch) if adaptive and "token" in anchors else None
+        self.merge_anchor = MergeAnchor(score=score, sketch=sketch) if adaptive and "merge" in anchors else None
         self.window_anchor = WindowAnchor(score=score) if adaptive and "window" in anchors else None
 
     def init_weights(self) -> None:
@@ -80,10 +79,10 @@ class WindowedClassifier(Classifier):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def forward_stages(self, x: Tensor, last: int) -> Stages:
+    def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         x, offset = self.enter(x)
         if self.token_anchor is not None:
-            x, o = self.token_anchor(x, self.patch_embed.proj)
+            x, o = self.token_anchor(x, self.patch_embed.proj, fast=self.canonical)
             offset = offset + o
         x = self.patch_embed(x)
         stages: Stages = []
@@ -91,7 +90,7 @@ class WindowedClassifier(Classifier):
         for i, stage in enumerate(self.layers[: last + 1]):
             stride, window = self.feature_info[i]["reduction"], self.windows[i]
             if i > 0 and self.merge_anchor is not None:
-                x, o = stage.downsample.anchor(self.merge_anchor, x)
+                x, o = stage.downsample.anchor(self.merge_anchor, x, self.canonical)
                 offset = offset + stride // 2 * o
             x = stage.downsample(x)
             if self.window_anchor is not None:
@@ -103,4 +102,4 @@ class WindowedClassifier(Classifier):
             for j, block in enumerate(stage.blocks):
                 x = self.run(block, x, shift, mask) if j % 2 else self.run(block, x, (0, 0), None)
             stages.append((x, offset))
-        return stages
+        return stages, x

@@ -20,21 +20,19 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.anchors import ConvAnchor, Score, best_offset, phase_scores, token_energy
-from common.classifier import Classifier, Stages
-from common.registry import register_model
-from common.shifts import circular_pad, roll
+from common.anchors import Anchor, ConvAnchor, Score, at_every_position, numbers
+from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
+from common.registry import defaults, register_model
+from common.shifts import roll
 
 ANCHORS = ("token", "projection")
 
-PaddingMode = Literal["zeros", "circular"]
 
-
-def drop_path_rates(rate: float | tuple[float, ...], depths: tuple[int, ...]) -> list[list[float]]:
+def drop_path_rates(rate: float | tuple[float, ...], depths: tuple[int, ...]) -> Any:
     """Rates per stage and block: one number grows over all blocks, one number per stage within its stage."""
     if isinstance(rate, (int, float)):
-        return calculate_drop_path_rates(rate, list(depths), stagewise=True)  # type: ignore[return-value]
-    return [calculate_drop_path_rates(r, depth) for r, depth in zip(rate, depths, strict=True)]  # type: ignore[misc]
+        return calculate_drop_path_rates(rate, list(depths), stagewise=True)
+    return [calculate_drop_path_rates(r, depth) for r, depth in zip(rate, depths, strict=True)]
 
 
 @contextmanager
@@ -51,7 +49,7 @@ def frozen_statistics(module: nn.Module) -> Iterator[None]:
             norm.momentum, norm.num_batches_tracked = momentum, count
 
 
-class KeyValueAnchor(nn.Module):
+class KeyValueAnchor(Anchor):
     """Strided projections: m* = argmax_m sum |k at phase m|^2 + |v at phase m|^2; keys and values share one offset.
 
     k and v are the depthwise convolutions of the normalised tokens, taken at every position, before their BatchNorm.
@@ -59,26 +57,18 @@ class KeyValueAnchor(nn.Module):
     Shapes: x (B, H, W, C), norm over C, two depthwise convolutions of C -> rolled x, offsets (B, 2) in [0, stride).
     """
 
-    def __init__(self, *, score: Score = "signed") -> None:
-        super().__init__()
-        self.score: Score = score
-
-    def forward(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d) -> tuple[Tensor, Tensor]:
-        offset = self.offset(x, norm, key, value)
+    def forward(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d,
+                fast: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+        offset = self.offset(x, norm, key, value, fast)
         return roll(x, offset, dims=(1, 2)), offset
 
     @torch.no_grad()
-    def offset(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            x = x if x.dtype == torch.float64 else x.float()
-            x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x), norm.bias.to(x), norm.eps)
-            kh, kw = key.kernel_size
-            ph, pw = key.padding  # type: ignore[str-unpack]
-            pad = (pw, kw - 1 - pw, ph, kh - 1 - ph)  # type: ignore[operator]
-            t = circular_pad(x.permute(0, 3, 1, 2), pad)  # type: ignore[arg-type]
-            both = torch.stack([key.weight, value.weight], 1).flatten(0, 1).to(x)  # k and v of a channel side by side
-            t = F.conv2d(t, both, groups=key.groups)  # B, 2C, H, W
-            return best_offset(phase_scores(token_energy(t, self.score, 1), key.stride))  # type: ignore[arg-type]
+    def offset(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d, fast: bool = False) -> Tensor:
+        with self.precision(x, fast):
+            x = self.cast(x, fast)
+            x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x), norm.bias.to(x), norm.eps).permute(0, 3, 1, 2)
+            kernel = self.depthwise_rows(key.weight.to(x), value.weight.to(x))
+            return self.choose(at_every_position(x, kernel, key), numbers(key.stride))
 
 
 class ConvEmbed(nn.Module):
@@ -168,7 +158,7 @@ class CvTStage(nn.Module):
     cls_token: nn.Parameter | None
 
     def __init__(self, *, in_chans: int, dim: int, depth: int, patch_size: int, stride: int, padding: int,
-                 cls_token: bool, drop_path: list[float], padding_mode: PaddingMode, **block: Any) -> None:  # fmt: skip
+                 cls_token: bool, drop_path: Any, padding_mode: PaddingMode, **block: Any) -> None:  # fmt: skip
         super().__init__()
         self.embed = ConvEmbed(in_chans=in_chans, dim=dim, patch_size=patch_size, stride=stride, padding=padding,
                                padding_mode=padding_mode)  # fmt: skip
@@ -177,9 +167,9 @@ class CvTStage(nn.Module):
             Block(dim=dim, drop_path=drop_path[i], padding_mode=padding_mode, **block) for i in range(depth)
         )
 
-    def anchor(self, anchor: KeyValueAnchor, x: Tensor) -> tuple[Tensor, Tensor]:
-        block: Block = self.blocks[0]  # type: ignore[assignment]
-        return anchor(x, block.norm1, block.attn.k.conv, block.attn.v.conv)
+    def anchor(self, anchor: KeyValueAnchor, x: Tensor, fast: bool) -> tuple[Tensor, Tensor]:
+        block: Any = self.blocks[0]
+        return anchor(x, block.norm1, block.attn.k.conv, block.attn.v.conv, fast)
 
 
 class ClassTokenHead(nn.Module):
@@ -224,6 +214,7 @@ class CvT(Classifier):
         canonical: roll the image to its canonical place first, so that outputs are bit-identical under shifts.
         anchors: which anchors an adaptive model has.
         score: how tokens count in an anchor, see ``common.anchors.Score``.
+        sketch: of how many random directions an anchor takes the energy; 0 is the paper's, of all channels.
     """
 
     model_type = "cvt"
@@ -236,24 +227,19 @@ class CvT(Classifier):
                  drop_rate: float = 0.0, proj_drop_rate: float = 0.0, attn_drop_rate: float = 0.0,
                  drop_path_rate: float | tuple[float, ...] = 0.1, padding_mode: PaddingMode | None = None,
                  adaptive: bool = False, canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
-                 score: Score = "signed") -> None:  # fmt: skip
+                 score: Score = "signed", sketch: int = 16) -> None:  # fmt: skip
         strides = [math.prod(patch_strides[: i + 1]) for i in range(len(depths))]
         multiple = strides[-1] * (kv_stride if adaptive else 1)
-        super().__init__(locals(), multiple=(multiple, multiple))
-        if unknown := sorted(set(anchors) - set(ANCHORS)):
-            raise ValueError(f"unknown anchors {unknown}: choose among {ANCHORS}")
-        if padding_mode not in (None, "zeros", "circular"):
-            raise ValueError(f"unknown padding_mode {padding_mode!r}: choose 'zeros', 'circular' or None")
-        if adaptive and padding_mode == "zeros":
-            raise ValueError("padding_mode='zeros' breaks the shift equivariance of an adaptive CvT: use 'circular'")
-        self.padding_mode: PaddingMode = padding_mode or ("circular" if adaptive else "zeros")
+        super().__init__(locals(), multiple=(multiple, multiple), anchors=ANCHORS)
+        self.padding_mode = resolve_padding(padding_mode, adaptive)
         self.num_features = embed_dims[-1]
         self.feature_info = [
             {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
             for i, (dim, stride) in enumerate(zip(embed_dims, strides, strict=True))
         ]
-        self.token_anchor = ConvAnchor(score=score) if adaptive and "token" in anchors else None
-        self.projection_anchor = KeyValueAnchor(score=score) if adaptive and "projection" in anchors else None
+        scoring: Any = {"score": score, "sketch": sketch}
+        self.token_anchor = ConvAnchor(**scoring) if adaptive and "token" in anchors else None
+        self.projection_anchor = KeyValueAnchor(**scoring) if adaptive and "projection" in anchors else None
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList(
             CvTStage(in_chans=embed_dims[i - 1] if i else in_chans, dim=embed_dims[i], depth=depths[i],
@@ -279,19 +265,18 @@ class CvT(Classifier):
         return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        """Stages 0..last, and the tokens (B, n + H/s W/s, C) that leave the last of them with its n class tokens."""
         x, offset = self.enter(x)
         stages: Stages = []
         stride, tokens = 1, x
         for i in range(last + 1):
             stage: CvTStage = self.stages[i]  # type: ignore[assignment]
             if self.token_anchor is not None:
-                x, o = self.token_anchor(x, stage.embed.proj)
+                x, o = self.token_anchor(x, stage.embed.proj, fast=self.canonical)
                 offset = offset + stride * o
             x = stage.embed(x)  # B, H, W, C
             stride = self.feature_info[i]["reduction"]
             if self.projection_anchor is not None:
-                x, o = stage.anchor(self.projection_anchor, x)
+                x, o = stage.anchor(self.projection_anchor, x, self.canonical)
                 offset = offset + stride * o
             b, h, w, c = x.shape
             tokens = x.flatten(1, 2)
@@ -304,30 +289,6 @@ class CvT(Classifier):
             x = x.permute(0, 3, 1, 2)
         return stages, tokens
 
-    def forward_stages(self, x: Tensor, last: int) -> Stages:
-        return self.walk(x, last)[0]
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Normalised tokens (B, 1 + H/s W/s, C) of the last stage, class token first."""
-        return self.norm(self.walk(x, len(self.stages) - 1)[1])
-
-    def forward_intermediates(self, x: Tensor, indices: int | list[int] | None = None, norm: bool = False,
-                              stop_early: bool = False, output_fmt: Literal["NCHW", "NHWC"] = "NCHW",
-                              intermediates_only: bool = False, return_offsets: bool = False) -> Any:  # fmt: skip
-        """As in the base class, but the final features are those of ``forward_features``, class token first."""
-        stages = range(len(self.stages))
-        take = stages[-indices:] if isinstance(indices, int) else [stages[i] for i in indices or stages]
-        walked, final = self.walk(x, max(take) if stop_early else stages[-1])
-        intermediates = []
-        for i in take:
-            feature, offset = walked[i]
-            feature = self.norm(feature) if norm and i == stages[-1] else feature
-            feature = feature.permute(0, 3, 1, 2) if output_fmt == "NCHW" else feature
-            intermediates.append((feature, offset) if return_offsets else feature)
-        if intermediates_only:
-            return intermediates
-        return (self.norm(final) if len(walked) == len(stages) else walked[-1][0]), intermediates
-
     def run(self, module: Callable[..., Tensor], *args: Any) -> Tensor:
         """As in the base class, but a block that is recomputed does not update its BatchNorm statistics once more."""
         recompute = self.grad_checkpointing and self.training and torch.is_grad_enabled()
@@ -339,30 +300,27 @@ class CvT(Classifier):
 
 @register_model
 def cvt_micro(**kwargs: Any) -> CvT:
-    """For laptops and tests: 32 px, 16 x 16 tokens."""
-    arguments = dict(img_size=32, num_classes=10, patch_sizes=(3, 3, 3), patch_strides=(2, 2, 2),
-                     patch_paddings=(1, 1, 1), embed_dims=(32, 64, 128), depths=(1, 1, 2), num_heads=(1, 2, 4),
-                     mlp_ratio=2.0, drop_path_rate=0.0)  # fmt: skip
-    return CvT(**(arguments | kwargs))
+    """For laptops and tests: 32 px, 8 x 8 tokens."""
+    return CvT(**defaults(kwargs, img_size=32, num_classes=10, embed_dims=(32, 64, 128), depths=(1, 1, 2),
+                          num_heads=(1, 2, 4), mlp_ratio=2.0, drop_path_rate=0.0))  # fmt: skip
 
 
 @register_model
 def cvt_13(**kwargs: Any) -> CvT:
     """CvT-13, 20.0 M parameters."""
-    arguments = dict(embed_dims=(64, 192, 384), depths=(1, 2, 10), num_heads=(1, 3, 6), drop_path_rate=(0.0, 0.0, 0.1))
-    return CvT(**(arguments | kwargs))
+    return CvT(**defaults(kwargs, embed_dims=(64, 192, 384), depths=(1, 2, 10), num_heads=(1, 3, 6),
+                          drop_path_rate=(0.0, 0.0, 0.1)))  # fmt: skip
 
 
 @register_model
 def cvt_21(**kwargs: Any) -> CvT:
     """CvT-21, 31.6 M parameters."""
-    arguments = dict(embed_dims=(64, 192, 384), depths=(1, 4, 16), num_heads=(1, 3, 6), drop_path_rate=(0.0, 0.0, 0.1))
-    return CvT(**(arguments | kwargs))
+    return CvT(**defaults(kwargs, embed_dims=(64, 192, 384), depths=(1, 4, 16), num_heads=(1, 3, 6),
+                          drop_path_rate=(0.0, 0.0, 0.1)))  # fmt: skip
 
 
 @register_model
 def cvt_w24(**kwargs: Any) -> CvT:
     """CvT-W24, 277 M parameters, 384 px."""
-    arguments = dict(img_size=384, embed_dims=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16),
-                     drop_path_rate=(0.0, 0.0, 0.1))  # fmt: skip
-    return CvT(**(arguments | kwargs))
+    return CvT(**defaults(kwargs, img_size=384, embed_dims=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16),
+                          drop_path_rate=(0.0, 0.0, 0.1)))  # fmt: skip

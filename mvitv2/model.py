@@ -22,22 +22,30 @@ import math
 from functools import partial
 from itertools import accumulate
 from operator import mul
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.anchors import ConvAnchor, Score, best_offset, phase_scores, token_energy
-from common.classifier import Classifier, Stages
+from common.anchors import (
+    Anchor,
+    ConvAnchor,
+    Score,
+    at_every_position,
+    best_offset,
+    numbers,
+    phase_scores,
+    token_energy,
+)
+from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.positions import circular_rows, linear_rows
-from common.registry import register_model
+from common.registry import defaults, register_model
 from common.shifts import circular_pad, roll
 
 ANCHORS = ("token", "pool")
 
-Padding = Literal["zeros", "circular"]
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
@@ -61,7 +69,7 @@ def stage_moduli(depth: int, stride_q: int, stride_kv: int) -> list[int]:
 class PatchEmbed(nn.Module):
     """Overlapping patches, projected: (B, C, H, W) -> (B, H/s, W/s, D)."""
 
-    def __init__(self, *, kernel: int, stride: int, in_chans: int, dim: int, padding_mode: Padding) -> None:
+    def __init__(self, *, kernel: int, stride: int, in_chans: int, dim: int, padding_mode: PaddingMode) -> None:
         super().__init__()
         self.proj = nn.Conv2d(in_chans, dim, kernel, stride, kernel // 2, padding_mode=padding_mode)
 
@@ -82,7 +90,7 @@ class PoolingAttention(nn.Module):
     columns: Tensor
 
     def __init__(self, *, dim: int, out_dim: int, size: tuple[int, int], num_heads: int, stride_q: int, stride_kv: int,
-                 padding_mode: Padding, circular: bool) -> None:  # fmt: skip
+                 padding_mode: PaddingMode, circular: bool) -> None:  # fmt: skip
         super().__init__()
         self.num_heads = num_heads
         head_dim = out_dim // num_heads
@@ -130,7 +138,7 @@ class MViTv2Block(nn.Module):
     """
 
     def __init__(self, *, dim: int, out_dim: int, size: tuple[int, int], num_heads: int, stride_q: int, stride_kv: int,
-                 mlp_ratio: float, drop_path: float, padding_mode: Padding, circular: bool,
+                 mlp_ratio: float, drop_path: float, padding_mode: PaddingMode, circular: bool,
                  modulus: int) -> None:  # fmt: skip
         super().__init__()
         self.stride = stride_q
@@ -164,7 +172,7 @@ class MViTv2Stage(nn.Module):
     """Blocks, the first of which pools queries and widens: (B, H, W, C) -> (B, H/s, W/s, D)."""
 
     def __init__(self, *, dim: int, out_dim: int, depth: int, size: tuple[int, int], stride_q: int, stride_kv: int,
-                 drop_path: list[float], **block: Any) -> None:  # fmt: skip
+                 drop_path: Any, **block: Any) -> None:  # fmt: skip
         super().__init__()
         pooled = (size[0] // stride_q, size[1] // stride_q)
         moduli = stage_moduli(depth, stride_q, stride_kv)
@@ -176,40 +184,41 @@ class MViTv2Stage(nn.Module):
         )  # fmt: skip
 
 
-class PoolAnchor(nn.Module):
+class PoolAnchor(Anchor):
     """Adaptive pooling: m* = argmax_m of the energy of a block's strided queries, keys and values at phase m, summed.
 
-    Every strided pooling is taken at each position, before its norm (which would level all energies). A pooling of
-    stride s sees phase m of the block's modulus as m mod s.
+    Every strided pooling is taken at each position, before its norm (which would level all energies). Projection and
+    pooling are one convolution of the normalised tokens, with kernel P[o, i, j] W[o, c]. A pooling of stride s sees
+    phase m of the block's modulus as m mod s.
 
     Shapes: x (B, H, W, C) -> rolled x, offsets (B, 2) in [0, modulus).
     """
 
-    def __init__(self, *, score: Score = "signed") -> None:
-        super().__init__()
-        self.score: Score = score
-
-    def forward(self, x: Tensor, block: MViTv2Block) -> tuple[Tensor, Tensor]:
-        offset = self.offset(x, block)
+    def forward(self, x: Tensor, block: MViTv2Block, fast: bool = False) -> tuple[Tensor, Tensor]:
+        offset = self.offset(x, block, fast)
         return roll(x, offset, dims=(1, 2)), offset
 
     @torch.no_grad()
-    def offset(self, x: Tensor, block: MViTv2Block) -> Tensor:
+    def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False) -> Tensor:
         norm, attn = block.norm1, block.attn
         pools = (attn.pool_q, attn.pool_k, attn.pool_v)
-        with torch.autocast(x.device.type, enabled=False):
-            x = x if x.dtype == torch.float64 else x.float()
-            x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x), norm.bias.to(x), norm.eps)
-            projections = zip(attn.qkv.weight.to(x).chunk(3), attn.qkv.bias.to(x).chunk(3), strict=True)
+        strides = sorted({numbers(pool.stride) for pool in pools} - {(1, 1)})  # stride 1 has one phase: no choice
+        with self.precision(x, fast):
+            x = self.cast(x, fast)
+            x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x), norm.bias.to(x), norm.eps).permute(0, 3, 1, 2)
+            weights, biases = attn.qkv.weight.to(x).chunk(3), attn.qkv.bias.to(x).chunk(3)
             scores = []
-            for pool, (weight, bias) in zip(pools, projections, strict=True):
-                if pool.stride == (1, 1):  # one phase: nothing to choose
-                    continue
-                t = split_heads(F.linear(x, weight, bias), attn.num_heads)
-                t = F.conv2d(circular_pad(t, (1, 1, 1, 1)), pool.weight.to(x), groups=pool.groups)
-                score = phase_scores(token_energy(t, self.score, 1), pool.stride)  # B heads, s, s
-                score = score.unflatten(0, (-1, attn.num_heads)).sum(1)
-                scores.append(score.tile([block.modulus // s for s in pool.stride]))
+            for stride in strides:
+                kernel, bias = [], []
+                for pool, weight, shift in zip(pools, weights, biases, strict=True):
+                    if pool.stride == stride:
+                        taps = pool.weight[:, 0].to(x).repeat(attn.num_heads, 1, 1)  # heads share one pooling kernel
+                        kernel.append(taps[:, None] * weight[..., None, None])  # D, C, 3, 3
+                        bias.append(taps.sum((1, 2)) * shift)
+                t = at_every_position(x, self.rows(torch.cat(kernel)), pools[1], self.rows(torch.cat(bias)))
+                t = t if t.dtype == torch.float64 else t.float()
+                score = phase_scores(token_energy(t, self.score, 1), stride)
+                scores.append(score.tile([block.modulus // s for s in stride]))
             return best_offset(torch.stack(scores).sum(0))
 
 
@@ -229,6 +238,7 @@ class MViTv2(Classifier):
             trains its default models with ``circular``.
         anchors: which anchors an adaptive model has (the paper's ablation removes one at a time).
         score: how tokens count in an anchor, see ``common.anchors.Score``.
+        sketch: of how many random directions an anchor takes the energy; 0 is the paper's, of all channels.
     """
 
     model_type = "mvitv2"
@@ -238,8 +248,8 @@ class MViTv2(Classifier):
                  depths: tuple[int, ...] = (1, 2, 5, 2), num_heads: int = 1,
                  stride_q: tuple[int, ...] = (1, 2, 2, 2), stride_kv: int = 4, mlp_ratio: float = 4.0,
                  drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False, canonical: bool = True,
-                 padding_mode: Padding | None = None, anchors: tuple[str, ...] = ANCHORS,
-                 score: Score = "signed") -> None:  # fmt: skip
+                 padding_mode: PaddingMode | None = None, anchors: tuple[str, ...] = ANCHORS,
+                 score: Score = "signed", sketch: int = 16) -> None:  # fmt: skip
         if len(depths) != len(stride_q):
             raise ValueError(f"depths {depths} and stride_q {stride_q} must have one entry per stage each")
         strides = list(accumulate(stride_q, mul, initial=patch_stride))  # of the grids before, between and after stages
@@ -248,15 +258,8 @@ class MViTv2(Classifier):
             stride * (q * kv if depth > 1 else math.lcm(q, kv))  # grid before the stage, its first block, the others
             for stride, q, kv, depth in zip(strides[:-1], stride_q, strides_kv, depths, strict=True)
         ))  # fmt: skip
-        super().__init__(locals(), multiple=(exact, exact))
-        self.padding_mode = padding_mode or ("circular" if adaptive else "zeros")
-        if self.padding_mode not in ("zeros", "circular"):
-            raise ValueError(f"unknown padding_mode {padding_mode!r}: choose 'zeros' or 'circular'")
-        if adaptive and self.padding_mode != "circular":
-            raise ValueError("an adaptive model cannot pad with zeros, a torus has no edge: leave padding_mode out, or "
-                             "pass padding_mode='circular'")  # fmt: skip
-        if unknown := sorted(set(anchors) - set(ANCHORS)):
-            raise ValueError(f"unknown anchors {unknown}: choose among {ANCHORS}")
+        super().__init__(locals(), multiple=(exact, exact), anchors=ANCHORS)
+        self.padding_mode = resolve_padding(padding_mode, adaptive)
         if patch_kernel % 2 == 0:
             raise ValueError(f"patch_kernel {patch_kernel} has no centre: choose an odd one")
 
@@ -279,8 +282,9 @@ class MViTv2(Classifier):
         self.norm = LayerNorm(self.num_features)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type="avg", drop_rate=drop_rate,
                                    input_fmt="NHWC")  # fmt: skip
-        self.token_anchor = ConvAnchor(score=score) if adaptive and "token" in anchors else None
-        self.pool_anchor = PoolAnchor(score=score) if adaptive and "pool" in anchors else None
+        scoring: Any = {"score": score, "sketch": sketch}
+        self.token_anchor = ConvAnchor(**scoring) if adaptive and "token" in anchors else None
+        self.pool_anchor = PoolAnchor(**scoring) if adaptive and "pool" in anchors else None
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -294,29 +298,30 @@ class MViTv2(Classifier):
                 trunc_normal_tf_(module.rel_pos_w, std=0.02)
 
     def check_size(self, size: tuple[int, int]) -> None:
+        super().check_size(size)
         if size != self.img_size:
             raise ValueError(f"image size {size[0]}x{size[1]}: this model has relative positions for "
                              f"{self.img_size[0]}x{self.img_size[1]} alone. Resize or pad the image, or build the "
-                             f"model with img_size={size} (sides must be multiples of {self.multiple[0]})")  # fmt: skip
-        super().check_size(size)
+                             f"model with img_size={size}")  # fmt: skip
 
-    def forward_stages(self, x: Tensor, last: int) -> Stages:
+    def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         x, offset = self.enter(x)
         if self.token_anchor is not None:
-            x, o = self.token_anchor(x, self.patch_embed.proj)
+            x, o = self.token_anchor(x, self.patch_embed.proj, fast=self.canonical)
             offset = offset + o
         x = self.patch_embed(x)
         stride = self.patch_embed.proj.stride[0]
-        stages = []
+        stages: Stages = []
+        stage: Any
         for stage in self.stages[: last + 1]:
             for block in stage.blocks:
                 if self.pool_anchor is not None and block.modulus > 1:
-                    x, o = self.pool_anchor(x, block)
+                    x, o = self.pool_anchor(x, block, self.canonical)
                     offset = offset + stride * o
                 x = self.run(block, x)
                 stride *= block.stride
             stages.append((x, offset))
-        return stages
+        return stages, x
 
     def no_weight_decay(self) -> set[str]:
         return {name for name, _ in self.named_parameters() if "rel_pos" in name}
@@ -324,28 +329,24 @@ class MViTv2(Classifier):
 
 @register_model
 def mvitv2_micro(**kwargs: Any) -> MViTv2:
-    """For laptops and tests: 32 px, 16 x 16 tokens."""
-    arguments = dict(img_size=32, patch_kernel=3, patch_stride=2, num_classes=10, embed_dim=32, depths=(1, 2, 2),
-                     stride_q=(1, 2, 2), mlp_ratio=2.0, drop_path_rate=0.0)  # fmt: skip
-    return MViTv2(**(arguments | kwargs))
+    """For laptops and tests: 32 px, 8 x 8 tokens, the stem, strides and anchors of the tiny model."""
+    return MViTv2(**defaults(kwargs, img_size=32, num_classes=10, embed_dim=32, depths=(1, 2, 2), stride_q=(1, 2, 2),
+                             mlp_ratio=2.0, drop_path_rate=0.0))  # fmt: skip
 
 
 @register_model
 def mvitv2_tiny(**kwargs: Any) -> MViTv2:
     """MViTv2-T, 24.2 M parameters."""
-    arguments = dict(depths=(1, 2, 5, 2), drop_path_rate=0.1)
-    return MViTv2(**(arguments | kwargs))
+    return MViTv2(**defaults(kwargs, depths=(1, 2, 5, 2), drop_path_rate=0.1))
 
 
 @register_model
 def mvitv2_small(**kwargs: Any) -> MViTv2:
     """MViTv2-S, 34.9 M parameters."""
-    arguments = dict(depths=(1, 2, 11, 2), drop_path_rate=0.1)
-    return MViTv2(**(arguments | kwargs))
+    return MViTv2(**defaults(kwargs, depths=(1, 2, 11, 2), drop_path_rate=0.1))
 
 
 @register_model
 def mvitv2_base(**kwargs: Any) -> MViTv2:
     """MViTv2-B, 51.5 M parameters."""
-    arguments = dict(depths=(2, 3, 16, 3), drop_path_rate=0.3)
-    return MViTv2(**(arguments | kwargs))
+    return MViTv2(**defaults(kwargs, depths=(2, 3, 16, 3), drop_path_rate=0.3))

@@ -41,8 +41,8 @@ def main() -> None:
         preprocess = Preprocess(size=model.img_size, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
         for precision in args.precisions:
             same_bits, same_label = count(model, split.images, preprocess, precision, args.batch_size)
-            rows.append({"model": name, "precision": precision, "device": device_name(args.device), "images": len(split),
-                         "bit-identical": same_bits, "same label": same_label})  # fmt: skip
+            rows.append({"model": name, "precision": precision, "device": device_name(args.device),
+                         "images": len(split), "bit-identical": same_bits, "same label": same_label})  # fmt: skip
     print(format_table(rows))
     if args.json:
         write_json(args.json, rows)

@@ -1,4 +1,4 @@
-"""Evaluate Swin: ``python swin/evaluate.py --model DIR_OR_REPO_OR_NAME --data NAME_OR_DIR [--metrics top1 c_cons]``"""
+"""Evaluate Swin: ``python swin/evaluate.py --model DIR_OR_REPO_OR_NAME --data NAME_OR_DIR ...``"""
 
 from common.evaluation import main
 

@@ -1,4 +1,4 @@
-"""Swin's recipes, one per row of the paper. A recipe is a document: table, hardware, batch arithmetic, target, command.
+"""Swin's recipes, one per row of the paper: table, hardware, batch arithmetic, target, command.
 
 Optimizer and schedule are the original's (AdamW, weight decay 0.05, betas 0.9/0.999, clipping at 5, cosine decay after
 20 of 300 epochs of warm-up, learning rate 5e-4 x batch / 512), drop path 0.2 for tiny.
@@ -34,7 +34,7 @@ CIFAR10_DEFAULT = replace(CIFAR10, model="swin_tiny")
 CIFAR100 = replace(CIFAR10, data="uoft-cs/cifar100")
 """CIFAR-100 (tab. class_cifar): 75.11 % top-1, 99.99 % C-Cons; 75.12 %, 87.70 % S-Cons."""
 
-CIFAR100_DEFAULT = replace(CIFAR100, model="swin_tiny")
+CIFAR100_DEFAULT = replace(CIFAR10_DEFAULT, data="uoft-cs/cifar100")
 """CIFAR-100, default model: 71.01 % top-1, 65.32 % C-Cons; 71.12 %, 69.39 % S-Cons."""
 
 RECIPES = {

@@ -108,8 +108,8 @@ class PatchMerging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.reduction(merge_patches(x)))
 
-    def anchor(self, anchor: MergeAnchor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return anchor(x, self.reduction)
+    def anchor(self, anchor: MergeAnchor, x: Tensor, fast: bool) -> tuple[Tensor, Tensor]:
+        return anchor(x, self.reduction, fast=fast)
 
 
 class SwinV2Stage(nn.Module):
@@ -135,6 +135,7 @@ class SwinV2(WindowedClassifier):
         canonical: roll the image to its canonical place first, so that outputs are bit-identical under shifts.
         anchors: which anchors an adaptive model has (the paper's ablation removes one at a time).
         score: how tokens count in an anchor, see ``common.anchors.Score``.
+        sketch: of how many random directions an anchor takes the energy; 0 is the paper's, of all channels.
     """
 
     model_type = "swinv2"
@@ -146,7 +147,7 @@ class SwinV2(WindowedClassifier):
                  qkv_bias: bool = True, drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
                  attn_drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False,
                  canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
-                 score: Score = "signed") -> None:  # fmt: skip
+                 score: Score = "signed", sketch: int = 16) -> None:  # fmt: skip
         super().__init__(locals())
         self.patch_embed = PatchEmbed(patch_size=patch_size, in_chans=in_chans, dim=embed_dim)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)

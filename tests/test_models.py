@@ -12,7 +12,12 @@ from common.shifts import roll
 
 MICRO = list_models("*_micro")
 ADAPTIVE_MICRO = [name for name in MICRO if name.startswith("a_")]
-FULL = {"swin_tiny": (224, (448, 224))}
+FULL = {  # square side and a non-square size
+    "swin_tiny": (224, (448, 224)),
+    "swinv2_tiny": (256, (512, 256)),
+    "cvt_13": (224, (256, 224)),
+    "mvitv2_tiny": (224, (224, 448)),
+}
 ADAPTIVE_FULL = [f"a_{name}" for name in FULL]
 
 
@@ -64,7 +69,8 @@ def test_adaptive_has_the_parameters_of_the_default(name: str) -> None:
 def test_every_parameter_gets_a_gradient(name: str, checkpointing: bool) -> None:
     model = build(name).train()
     model.set_grad_checkpointing(checkpointing)
-    model(torch.randn(3, 3, *model.img_size)).square().sum().backward()
+    features = model.forward_features(torch.randn(3, 3, *model.img_size))  # all tokens: CvT's logits see one alone
+    (features.square().sum() + model.forward_head(features).square().sum()).backward()
     without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert not without
 
@@ -97,6 +103,18 @@ def test_adaptive_full_size_is_equivariant_by_itself(name: str, case: str) -> No
     if "phases" in case:
         shifts = [(4 * 11 * i + h, 4 * 7 * i + w) for i, (h, w) in enumerate(ALL_PHASES)] + LARGE_SHIFTS
     assert_shift_equivariant(model, x, shifts)
+
+
+TIES = ("two identical objects", "two identical objects, half a patch apart")
+"""Sums over tokens are equal for two arrangements that differ: no anchor can tell them apart, the canonical one can."""
+
+
+@pytest.mark.parametrize("name", ADAPTIVE_MICRO)
+def test_awkward_images_do_not_tie(name: str) -> None:
+    model = build(name, canonical=False).double().eval()
+    for kind, x in awkward_images(model.img_size[0]).items():
+        if kind not in TIES:
+            assert_shift_equivariant(model, x.double(), [(1, 0), (0, 1), (2, 3), (-7, 13), (16, 16)])
 
 
 @pytest.mark.parametrize("name", [n for n in MICRO if not n.startswith("a_")])
@@ -154,13 +172,27 @@ def test_gradients_move_with_the_image(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MICRO)
-def test_compiles_in_one_graph(name: str) -> None:
-    model = build(name).eval()
+def test_traces_into_one_graph_forward_and_backward(name: str) -> None:
+    """No graph break, no ``.item()``, no branch on data. Traced by the compiler, run by the eager backend."""
+    model = build(name).train()
     x = torch.randn(4, 3, *model.img_size)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss, expected = compiled(x).square().sum(), model(x).square().sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ADAPTIVE_MICRO)
+def test_compiled_model_gives_the_same_labels_and_stays_exact(name: str) -> None:
+    shallow = {"depths": (1,) * (3 if name in ("a_cvt_micro", "a_mvitv2_micro") else 2)}  # as many kinds of layers
+    model = build(name, **shallow).eval()
+    x = torch.randn(4, 3, *model.img_size)
+    compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True)(x)
-        assert (compiled - model(x)).abs().max() < 1e-4
-        assert torch.equal(compiled.argmax(1), model(x).argmax(1))
+        assert (compiled(x) - model(x)).abs().max() < 1e-4
+        assert torch.equal(compiled(x).argmax(1), model(x).argmax(1))
+        assert torch.equal(compiled(x.roll((5, 9), (2, 3))), compiled(x))
 
 
 @pytest.mark.parametrize("name", MICRO)

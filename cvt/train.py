@@ -1,0 +1,7 @@
+"""Train CvT: ``accelerate launch cvt/train.py [--recipe NAME] [--model NAME] [--data NAME_OR_DIR] ...``"""
+
+from common.engine import main
+from cvt.recipes import RECIPES
+
+if __name__ == "__main__":
+    main(RECIPES, default="digits", description=__doc__)
