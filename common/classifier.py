@@ -146,8 +146,8 @@ class Classifier(HubModel):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the last layer; ``num_classes=0`` leaves pooled features."""
-        self.num_classes = self.config["num_classes"] = num_classes
         self.head.reset(num_classes, global_pool)  # type: ignore[operator]
+        self.num_classes = self.config["num_classes"] = num_classes
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters, besides biases and norms, that recipes leave out of weight decay."""

@@ -74,12 +74,13 @@ def load_digits_data(size: int = 32, margin: int = 4) -> tuple[Arrays, Arrays]:
 
 
 def load_data(name: str) -> tuple[Arrays, Arrays]:
-    """Train and test split by name: ``digits``, or a folder (see ``common.sources``)."""
+    """Train and test split by name: ``digits``, a folder, or a Hub id (see ``common.sources``)."""
     if name == "digits":
         return load_digits_data()
-    from .sources import load_folder
+    from .sources import load_folder, load_hub
 
-    return load_folder(Path(name))
+    is_hub_id = name.count("/") == 1 and not Path(name).exists() and not name.startswith((".", "/", "~"))
+    return load_hub(name) if is_hub_id else load_folder(Path(name))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ A run writes into its output directory: ``config.json`` and ``model.safetensors`
 ``best/``), ``log.jsonl``, ``results.json``, ``curves.png`` and ``checkpoints/``.
 """
 
-import dataclasses
 import json
 import math
 import signal
@@ -95,7 +94,7 @@ def train(name: str, recipe: Recipe, options: RunOptions) -> dict[str, Any]:
         accelerator.register_for_checkpointing(ema)
     train_split, test_split = train_split.to(accelerator.device), test_split.to(accelerator.device)
 
-    identity = {"recipe": dataclasses.asdict(recipe), "model": plain.config, "images": len(train_split)}
+    identity = {"recipe": recipe.settings(), "model": plain.config, "images": len(train_split)}
     progress = Progress()
     if options.resume_from_checkpoint:
         progress = _resume(accelerator, options.resume_from_checkpoint, output, identity)
@@ -169,7 +168,7 @@ def train(name: str, recipe: Recipe, options: RunOptions) -> dict[str, Any]:
                "precision": accelerator.mixed_precision, "processes": accelerator.num_processes,
                "device": _device_name(accelerator.device), "train_seconds": round(log.seconds, 1)}  # fmt: skip
     if accelerator.is_main_process:
-        write_json(output / "results.json", results | {"settings": dataclasses.asdict(recipe)})
+        write_json(output / "results.json", results | {"settings": recipe.settings()})
         plot_curves(output / "log.jsonl", output / "curves.png")
         accelerator.print(format_table([results], ["model", *recipe.metrics, "parameters", "train_seconds"]))
         accelerator.print(f"model, log and results: {output}")

@@ -47,6 +47,11 @@ class Recipe:
     metrics: tuple[str, ...] = ("top1", "c_cons", "s_cons")
     seed: int = 0
     model_args: Mapping[str, Any] = field(default_factory=dict)
+    target: Mapping[str, float] = field(default_factory=dict)  # what the paper reports for this row
+
+    def settings(self) -> dict[str, Any]:
+        """What the run depends on: all but the target."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if key != "target"}
 
     def scaled(self, value: float) -> float:
         """A learning rate stated for ``lr_batch``, at this recipe's batch size."""
@@ -93,7 +98,7 @@ def parse_command_line(recipes: Mapping[str, Recipe], default: str, arguments: S
         group = parser.add_argument_group(title)
         hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):
-            if f.name != "model_args":
+            if f.name not in ("model_args", "target"):
                 group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, **_parser_type(hints[f.name]))
     chosen = vars(parser.parse_args(arguments))
     name = chosen.pop("recipe")

@@ -1,4 +1,5 @@
-"""Data sets from disk: folders of parquet files and trees of images, read without any other library's loader.
+"""Data sets from disk, read without any other library's loader: folders of parquet files, trees of images; and from
+the Hub.
 
 A parquet folder has ``train*.parquet`` and ``test*``, ``val*`` or ``validation*.parquet`` (also under ``data/``), with
 an image column (``img`` or ``image``: bytes, or a struct with ``bytes``) and a label column. An image tree has
@@ -20,7 +21,7 @@ from tqdm.auto import tqdm
 
 from .data import Arrays
 
-__all__ = ["decode_image", "load_folder"]
+__all__ = ["decode_image", "load_folder", "load_hub"]
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -40,6 +41,33 @@ def load_folder(folder: Path) -> tuple[Arrays, Arrays]:
         names = tuple(str(i) for i in range(count))
         train, test = (Arrays(s.images, s.labels, names) for s in (train, test))
     return train, test
+
+
+def load_hub(name: str) -> tuple[Arrays, Arrays]:
+    """Train and evaluation split of a Hub dataset, ``owner/name`` or ``owner/name@revision``, through ``datasets``."""
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError(f"{name} is on the Hub: pip install 'shift-equivariant-vits[hub-data]' to read it, or give a "
+                          "folder with its parquet files") from None  # fmt: skip
+    repository, _, revision = name.partition("@")
+    found = datasets.load_dataset(repository, revision=revision or None)
+    evaluation = next((split for split in EVALUATION_SPLITS if split in found), None)
+    if "train" not in found or evaluation is None:
+        raise ValueError(f"{name} has splits {sorted(found)}: expected train and one of {EVALUATION_SPLITS}")
+    return _from_dataset(found["train"], name), _from_dataset(found[evaluation], name)
+
+
+def _from_dataset(dataset: Any, name: str) -> Arrays:
+    import datasets
+
+    image, label = (_column(dataset.column_names, wanted, name) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS))
+    cells = dataset.cast_column(image, datasets.Image(decode=False))[image]
+    labels = torch.tensor(list(dataset[label]), dtype=torch.long)
+    images = _decode_all(list(cells), lambda cell: decode_image(cell["bytes"]), lambda i: f"row {i} of {name}")
+    feature = dataset.features[label]
+    names = feature.names if isinstance(feature, datasets.ClassLabel) else range(int(labels.max()) + 1)
+    return Arrays(images, labels, tuple(str(n) for n in names))
 
 
 def _split(folder: Path, names: Iterable[str]) -> Arrays:
@@ -75,7 +103,7 @@ def _read_parquet(files: list[Path]) -> Arrays:
     return Arrays(images, labels, classes)
 
 
-def _column(have: list[str], wanted: tuple[str, ...], file: Path) -> str:
+def _column(have: list[str], wanted: tuple[str, ...], file: Path | str) -> str:
     for name in wanted:
         if name in have:
             return name

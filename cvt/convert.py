@@ -2,12 +2,14 @@
 
 Only names differ, no tensor changes. The authors trained with ``act_layer="quick_gelu"``, transformers runs their
 weights with ``"gelu"``: build the model for the numbers to be reproduced.
+
+``python -m cvt.convert model.safetensors out --model cvt_13 --source transformers`` writes a directory for
+``CvT.from_pretrained``.
 """
 
 import re
-from collections.abc import Mapping
 
-from torch import Tensor
+from common.convert import State, main
 
 __all__ = ["from_original", "from_transformers", "to_original", "to_transformers"]
 
@@ -48,27 +50,27 @@ CLASS_TOKEN = ("stages.{i}.cls_token", "cvt.encoder.stages.{i}.cls_token", "stag
 OURS, TRANSFORMERS, ORIGINAL = range(3)
 
 
-def from_transformers(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_transformers(state_dict: State) -> State:
     """Names of ``CvtForImageClassification`` -> names of ``CvT``."""
     return _rename(state_dict, TRANSFORMERS, OURS)
 
 
-def to_transformers(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_transformers(state_dict: State) -> State:
     """Names of ``CvT`` -> names of ``CvtForImageClassification``: the inverse of ``from_transformers``."""
     return _rename(state_dict, OURS, TRANSFORMERS)
 
 
-def from_original(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_original(state_dict: State) -> State:
     """Names of the authors' release (``stage0.patch_embed.proj.weight``, ...) -> names of ``CvT``."""
     return _rename(state_dict, ORIGINAL, OURS)
 
 
-def to_original(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_original(state_dict: State) -> State:
     """Names of ``CvT`` -> names of the authors' release: the inverse of ``from_original``."""
     return _rename(state_dict, OURS, ORIGINAL)
 
 
-def _rename(state_dict: Mapping[str, Tensor], source: int, target: int) -> dict[str, Tensor]:
+def _rename(state_dict: State, source: int, target: int) -> State:
     """The same tensors, in the same order, under the target's names; a name the source does not have is an error."""
     rules = [(_pattern(CLASS_TOKEN[source]), CLASS_TOKEN[target])]
     rules += [(_pattern(names[source] + ".{leaf}"), names[target] + ".{leaf}") for names in LAYERS]
@@ -87,3 +89,7 @@ def _pattern(template: str) -> re.Pattern[str]:
     for field, values in (("i", r"\d+"), ("j", r"\d+"), ("leaf", LEAVES)):
         pattern = pattern.replace(rf"\{{{field}\}}", f"(?P<{field}>{values})")
     return re.compile(pattern)
+
+
+if __name__ == "__main__":
+    main({"transformers": from_transformers, "original": from_original}, default_model="cvt_13")

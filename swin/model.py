@@ -29,6 +29,7 @@ class WindowAttention(nn.Module):
                  proj_drop: float) -> None:  # fmt: skip
         super().__init__()
         self.num_heads = num_heads
+        self.scale = (dim // num_heads) ** -0.5
         self.attn_drop = attn_drop
         positions = (2 * window[0] - 1) * (2 * window[1] - 1)
         self.relative_position_bias_table = nn.Parameter(torch.zeros(positions, num_heads))
@@ -41,7 +42,7 @@ class WindowAttention(nn.Module):
         b, windows, n, _ = x.shape
         bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)  # heads, n, n
         q, k, v = self.qkv(x).view(b, windows, n, 3, self.num_heads, -1).permute(3, 0, 1, 4, 2, 5).unbind(0)
-        x = attend(q, k, v, bias, mask, dropout=self.attn_drop if self.training else 0.0)
+        x = attend(q * self.scale, k, v, bias, mask, dropout=self.attn_drop if self.training else 0.0)
         return self.proj_drop(self.proj(x))
 
 
@@ -141,7 +142,7 @@ class Swin(WindowedClassifier):
 def swin_micro(**kwargs: Any) -> Swin:
     """For laptops and tests: 32 px, 8 x 8 tokens, 4 x 4 windows."""
     return Swin(**defaults(kwargs, img_size=32, num_classes=10, embed_dim=64, depths=(2, 2), num_heads=(2, 4),
-                           window_size=4, mlp_ratio=2.0, drop_path_rate=0.0))  # fmt: skip
+                           window_size=4, mlp_ratio=2.0, drop_path_rate=0.0, sketch=0))  # fmt: skip
 
 
 @register_model

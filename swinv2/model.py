@@ -74,7 +74,7 @@ class WindowAttention(nn.Module):
         q, k = (F.normalize(t, dim=-1, eps=1e-6) for t in (q, k))  # torch's default eps is zero in float16
         q = q * self.logit_scale.clamp(max=math.log(100)).exp()
         dropout = self.attn_drop if self.training else 0.0
-        x = attend(q.to(v.dtype), k.to(v.dtype), v, bias, mask, dropout=dropout, scale=1.0)
+        x = attend(q.to(v.dtype), k.to(v.dtype), v, bias, mask, dropout=dropout)
         return self.proj_drop(self.proj(x))
 
 

@@ -1,0 +1,7 @@
+"""CvT's rows of the paper: ``python cvt/reproduce.py [--scale full|short|smoke] ...``"""
+
+from common.reproduce import main
+from cvt.recipes import RECIPES
+
+if __name__ == "__main__":
+    main(RECIPES, __doc__ or "")

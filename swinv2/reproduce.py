@@ -1,0 +1,7 @@
+"""SwinV2's rows of the paper: ``python swinv2/reproduce.py [--scale full|short|smoke] ...``"""
+
+from common.reproduce import main
+from swinv2.recipes import RECIPES
+
+if __name__ == "__main__":
+    main(RECIPES, __doc__ or "")
