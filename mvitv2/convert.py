@@ -1,6 +1,6 @@
 """MViTv2 weights from and to timm: the names are the same, so all there is to do is to refuse what does not fit.
 
-``python -m mvitv2.convert model.safetensors out --model mvitv2_tiny`` writes a directory for ``MViTv2.from_pretrained``.
+``python -m mvitv2.convert model.safetensors out --model mvitv2_tiny`` writes a directory for ``from_pretrained``.
 """
 
 from common.convert import State, main

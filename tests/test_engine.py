@@ -21,6 +21,7 @@ from common.recipe import Recipe, parse_command_line
 from swin.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
 SHORT = ["--limit", "160", "--batch_size", "32", "--epochs", "3", "--metrics", "top1", "c_cons", "--eval_every", "3"]
 
 
@@ -30,8 +31,7 @@ def command(output: Path, *flags: str, launcher: tuple[str, ...] = ()) -> list[s
 
 
 def run(output: Path, *flags: str, launcher: tuple[str, ...] = ()) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command(output, *flags, launcher=launcher), cwd=ROOT, env=environment, text=True,
+    done = subprocess.run(command(output, *flags, launcher=launcher), cwd=ROOT, env=ENVIRONMENT, text=True,
                           capture_output=True, timeout=300, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -65,8 +65,7 @@ def test_a_run_leaves_a_loadable_model_and_its_results(reference: Path) -> None:
 
 def test_killed_and_resumed_gives_the_same_bits(reference: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of an epoch, then --resume_from_checkpoint latest: as if nothing had happened."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    process = subprocess.Popen(command(tmp_path, "--checkpointing_steps", "2"), cwd=ROOT, env=environment,
+    process = subprocess.Popen(command(tmp_path, "--checkpointing_steps", "2"), cwd=ROOT, env=ENVIRONMENT,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     deadline = time.monotonic() + 120
     while not (tmp_path / "checkpoints" / "step_00000006").exists():
@@ -87,8 +86,7 @@ def test_killed_and_resumed_gives_the_same_bits(reference: Path, tmp_path: Path)
 
 
 def test_sigterm_checkpoints_and_exits_cleanly(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    process = subprocess.Popen(command(tmp_path, "--epochs", "300"), cwd=ROOT, env=environment, text=True,
+    process = subprocess.Popen(command(tmp_path, "--epochs", "300"), cwd=ROOT, env=ENVIRONMENT, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
     deadline = time.monotonic() + 120
     while not ((tmp_path / "log.jsonl").exists() and (tmp_path / "log.jsonl").stat().st_size):
@@ -125,10 +123,9 @@ def test_gradient_accumulation_is_a_larger_batch(reference: Path, tmp_path: Path
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     run(tmp_path, "--checkpointing_steps", "5", "--epochs", "1", "--eval_every", "1")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
     flags = ("--resume_from_checkpoint", "latest", "--epochs", "1", "--model", "swin_micro")
     done = subprocess.run(
-        command(tmp_path, *flags), cwd=ROOT, env=environment, text=True, capture_output=True, check=False
+        command(tmp_path, *flags), cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, check=False
     )
     assert done.returncode != 0
     assert "belongs to another run" in done.stderr
@@ -169,3 +166,24 @@ def test_sampling_depends_on_seed_and_epoch() -> None:
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
     assert list(sampler) == first
+
+
+def test_reproduce_and_evaluate_from_the_command_line(tmp_path: Path) -> None:
+    """A minute's version of the paper's rows, and the evaluation of a model it leaves behind."""
+    flags = ["--scale", "smoke", "--rows", "cifar10", "cifar10_default", "--output_dir", str(tmp_path)]
+    done = subprocess.run([sys.executable, "swin/reproduce.py", *flags], cwd=ROOT, env=ENVIRONMENT, text=True,
+                          capture_output=True, timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "smoke.json").read_text())
+    assert [row["model"] for row in rows] == ["a_swin_micro", "swin_micro"]
+    assert rows[0]["c_cons ours"] == 100.0
+    assert rows[0]["top1 paper"] == 93.39
+    model = str(tmp_path / "smoke" / "a_swin_micro_cifar10")
+    flags = ["--model", model, "--metrics", "top1", "c_cons", "c_cons_worst@2", "--limit", "50",
+             "--json", str(tmp_path / "evaluation.json")]  # fmt: skip
+    done = subprocess.run([sys.executable, "swin/evaluate.py", *flags], cwd=ROOT, env=ENVIRONMENT, text=True,
+                          capture_output=True, timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    measured = json.loads((tmp_path / "evaluation.json").read_text())
+    assert measured["images"] == 50
+    assert measured["c_cons"] == measured["c_cons_worst@2"] == 100.0

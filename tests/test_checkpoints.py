@@ -1,0 +1,51 @@
+"""The trained micro models that travel with the project: they load, they are accurate, and they do not flicker."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DATA
+
+from common import from_pretrained
+from common.data import Preprocess, load_data
+from common.evaluation import load_for_evaluation
+from common.metrics import c_cons, top1
+from common.shifts import random_shifts, roll
+
+ROOT = Path(__file__).resolve().parents[1]
+ADAPTIVE = sorted(ROOT.glob("*/checkpoints/a_*"))
+
+
+def name(path: Path) -> str:
+    return path.name
+
+
+def test_all_four_are_here() -> None:
+    assert {path.name for path in ADAPTIVE} == {"a_swin_micro", "a_swinv2_micro", "a_cvt_micro", "a_mvitv2_micro"}
+
+
+@pytest.mark.parametrize("path", ADAPTIVE, ids=name)
+def test_accuracy_and_consistency_on_held_out_digits(path: Path) -> None:
+    _, test = load_data("digits")
+    model, preprocess = load_for_evaluation(str(path), 10)
+    model.eval()
+    images = preprocess.evaluate(test.images)
+    assert top1(model, (images, test.labels)) >= (96.0 if path.name == "a_swin_micro" else 95.0)
+    assert c_cons(model, images) == 100.0
+    assert c_cons(model, images[:40], worst=4) == 100.0
+
+
+@pytest.mark.skipif(not (DATA / "cifar10").is_dir(), reason="the real CIFAR-10 is not beside the checkout")
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize("path", ADAPTIVE, ids=name)
+def test_photographs_keep_their_bits(path: Path, precision: str) -> None:
+    """100 CIFAR-10 photographs at two random shifts each: the same logits, to the bit, and so the same labels."""
+    model = from_pretrained(str(path))
+    _, test = load_data(str(DATA / "cifar10"))
+    x = Preprocess(size=(32, 32)).evaluate(test.images[:100])
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=precision != "float32"):
+        expected = model(x)
+        for seed in (1, 2):
+            assert torch.equal(model(roll(x, random_shifts(torch.arange(100), (0, 0), (31, 31), seed))), expected)
+    assert len(expected.argmax(1).unique()) > 1
