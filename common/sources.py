@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from .data import Arrays
 
-__all__ = ["decode_image", "load_folder", "load_hub"]
+__all__ = ["decode_image", "load_folder", "load_hub", "load_split"]
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -33,7 +33,7 @@ def load_folder(folder: Path) -> tuple[Arrays, Arrays]:
     """Train and evaluation split of a folder, decoded once to uint8. All images must have one size."""
     if not folder.is_dir():
         raise FileNotFoundError(f"no data folder {folder}: give 'digits' or a folder of parquet files or images")
-    train, test = _split(folder, ("train",)), _split(folder, EVALUATION_SPLITS)
+    train, test = load_split(folder, ("train",)), load_split(folder, EVALUATION_SPLITS)
     if train.classes != test.classes:
         count = max(len(train.classes), len(test.classes))
         if not all(name == str(i) for split in (train, test) for i, name in enumerate(split.classes)):
@@ -70,7 +70,8 @@ def _from_dataset(dataset: Any, name: str) -> Arrays:
     return Arrays(images, labels, tuple(str(n) for n in names))
 
 
-def _split(folder: Path, names: Iterable[str]) -> Arrays:
+def load_split(folder: Path, names: Iterable[str]) -> Arrays:
+    """The first split of a folder that goes by one of ``names``."""
     for name in names:
         files = sorted([*folder.glob(f"{name}*.parquet"), *folder.glob(f"data/{name}*.parquet")])
         if files:

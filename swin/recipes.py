@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from common.recipe import Recipe
 
-DIGITS = Recipe(model="a_swin_micro", data="digits", epochs=60, batch_size=64, lr=2e-3, lr_batch=64, warmup_epochs=6,
+DIGITS = Recipe(model="a_swin_micro", data="digits", epochs=75, batch_size=64, lr=2e-3, lr_batch=64, warmup_epochs=6,
                 warmup_lr=1e-5, min_lr=1e-5, label_smoothing=0.1, mean=(0.0, 0.0, 0.0), std=(0.35, 0.35, 0.35),
                 rotate=10.0, scale=0.1)  # fmt: skip
-"""Embedded digits, for a laptop: 60 epochs x 22 steps of 64 images, one process.
+"""Embedded digits, for a laptop: 75 epochs x 22 steps of 64 images, one process.
 
 The black background is zero after normalisation: what an anchor weighs is the digit, and what a standard shift brings
 in is more background.

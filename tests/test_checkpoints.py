@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DATA
+from torch import Tensor
 
 from common import from_pretrained
 from common.data import Preprocess, load_data
 from common.evaluation import load_for_evaluation
 from common.metrics import c_cons, top1
 from common.shifts import random_shifts, roll
+from common.sources import load_split
 
 ROOT = Path(__file__).resolve().parents[1]
 ADAPTIVE = sorted(ROOT.glob("*/checkpoints/a_*"))
@@ -18,6 +20,11 @@ ADAPTIVE = sorted(ROOT.glob("*/checkpoints/a_*"))
 
 def name(path: Path) -> str:
     return path.name
+
+
+@pytest.fixture(scope="module")
+def cifar10() -> Tensor:
+    return load_split(DATA / "cifar10", ("test",)).images[:100]
 
 
 def test_all_four_are_here() -> None:
@@ -38,11 +45,10 @@ def test_accuracy_and_consistency_on_held_out_digits(path: Path) -> None:
 @pytest.mark.skipif(not (DATA / "cifar10").is_dir(), reason="the real CIFAR-10 is not beside the checkout")
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
 @pytest.mark.parametrize("path", ADAPTIVE, ids=name)
-def test_photographs_keep_their_bits(path: Path, precision: str) -> None:
+def test_photographs_keep_their_bits(path: Path, precision: str, cifar10: Tensor) -> None:
     """100 CIFAR-10 photographs at two random shifts each: the same logits, to the bit, and so the same labels."""
     model = from_pretrained(str(path))
-    _, test = load_data(str(DATA / "cifar10"))
-    x = Preprocess(size=(32, 32)).evaluate(test.images[:100])
+    x = Preprocess(size=(32, 32)).evaluate(cifar10)
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=precision != "float32"):
         expected = model(x)

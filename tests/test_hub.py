@@ -53,7 +53,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(saved: Path) -> None:
     for change, message in (
         ({"norm.weight": None}, "missing norm.weight"),
         ({"extra": torch.zeros(1)}, "unexpected extra"),
-        ({"norm.weight": torch.zeros(3)}, r"norm.weight has shape \(3,\), expected \(128,\)"),
+        ({"norm.weight": torch.zeros(3)}, r"norm.weight has shape \(3,\), expected \(96,\)"),
     ):
         save_file({k: v for k, v in (state | change).items() if v is not None}, path)
         with pytest.raises(ValueError, match=message):
