@@ -69,6 +69,8 @@ def train(name: str, recipe: Recipe, options: RunOptions) -> dict[str, Any]:
         project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "tracking")),
         dynamo_plugin=TorchDynamoPlugin(backend="inductor") if options.compile else None,
     )
+    if accelerator.device.type == "cpu" and options.cpu_threads:
+        torch.set_num_threads(options.cpu_threads)
     set_seed(recipe.seed)
     train_split, test_split = (split.head(options.limit) for split in load_data(recipe.data))
     model = _build(recipe, options, len(train_split.classes))

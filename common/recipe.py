@@ -67,6 +67,7 @@ class RunOptions:
     gradient_accumulation_steps: int = 1
     gradient_checkpointing: bool = False
     compile: bool = False
+    cpu_threads: int = 1  # on a CPU: one thread gives the same bits whatever the cores; 0: as torch chooses
     eval_every: int = 0  # epochs between evaluations; 0: about ten in all
     eval_batch_size: int = 128
     limit: int | None = None  # use only the first images of each split

@@ -45,7 +45,7 @@ def render(folder: Path) -> str:
         format_table([cifar_row(recipe, runs) for recipe in ROWS]),
         "", "## Digits", "",
         "Micro models, 360 held-out digits, `accelerate launch FOLDER/train.py` on two CPU cores.", "",
-        format_table([{key: run[key] for key in DIGITS} for run in digits]),
+        format_table([{key: run.get(key) for key in DIGITS} for run in digits]),
         "", "## Exactness", "",
         "Images whose logits are bit-identical, and whose label is the same, at their place and at two random shifts",
         "(`scripts/exactness.py`, random weights for full-size models).", "",
