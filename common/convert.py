@@ -10,9 +10,12 @@ from torch import Tensor
 from .hub import check_state
 from .registry import create_model
 
-__all__ = ["State", "main", "move_merging", "rename"]
+__all__ = ["BUFFERS", "State", "from_timm", "main", "move_merging", "rename", "to_timm"]
 
 State = dict[str, Tensor]
+
+BUFFERS = ("relative_coords_table", "relative_position_index", "attn_mask")
+"""What older files of the Swins store although it follows from the geometry."""
 
 
 def rename(name: str, names: Mapping[str, str]) -> str:
@@ -33,6 +36,23 @@ def move_merging(name: str, by: int) -> str:
     if parts[0] == "layers" and parts[2] == "downsample":
         parts[1] = str(int(parts[1]) + by)
     return ".".join(parts)
+
+
+def from_timm(state_dict: State) -> State:
+    """timm's weights of a Swin or SwinV2 as ours: the same names, so a timm model's state_dict comes back as it is.
+
+    Files published before timm moved patch merging to the start of a stage (and the original release) are accepted:
+    stage i's merging belongs to stage i + 1 here, the head's layer is called fc, and stored buffers are dropped.
+    """
+    state = {name: tensor for name, tensor in state_dict.items() if not name.endswith(BUFFERS)}
+    if any(name.startswith("layers.0.downsample.") for name in state):
+        state = {move_merging(name, 1).replace("head.", "head.fc."): tensor for name, tensor in state.items()}
+    return state
+
+
+def to_timm(state_dict: State) -> State:
+    """Our weights as timm's (timm >= 0.9): the inverse of ``from_timm``."""
+    return dict(state_dict)
 
 
 def main(converters: Mapping[str, Callable[[State], State]], default_model: str) -> None:

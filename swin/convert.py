@@ -6,10 +6,9 @@
 
 import torch
 
-from common.convert import State, main, move_merging, rename
+from common.convert import BUFFERS, State, from_timm, main, move_merging, rename, to_timm
 
-BUFFERS = ("relative_position_index", "attn_mask")
-"""What older files store although it follows from the geometry."""
+__all__ = ["from_timm", "from_transformers", "to_timm", "to_transformers"]
 
 TRANSFORMERS = {
     "patch_embed.proj": "swin.embeddings.patch_embeddings.projection",
@@ -33,23 +32,6 @@ IN_MEMORY = {
     "attention.relative_position_bias": "attention.self",
 }
 """transformers 5 renames modules when it loads a file; its files keep the names above."""
-
-
-def from_timm(state_dict: State) -> State:
-    """timm's weights as ours: the same names, so a timm model's state_dict comes back as it is.
-
-    Files published before timm moved patch merging to the start of a stage (and the original release) are accepted:
-    stage i's merging belongs to stage i + 1 here, the head's layer is called fc, and stored buffers are dropped.
-    """
-    state = {name: tensor for name, tensor in state_dict.items() if not name.endswith(BUFFERS)}
-    if any(name.startswith("layers.0.downsample.") for name in state):
-        state = {move_merging(name, 1).replace("head.", "head.fc."): tensor for name, tensor in state.items()}
-    return state
-
-
-def to_timm(state_dict: State) -> State:
-    """Our weights as timm's (timm >= 0.9): the inverse of ``from_timm``."""
-    return dict(state_dict)
 
 
 def from_transformers(state_dict: State) -> State:

@@ -6,10 +6,9 @@ transformers``: of transformers) into a directory for ``SwinV2.from_pretrained``
 
 import torch
 
-from common.convert import State, main, move_merging, rename
+from common.convert import State, from_timm, main, move_merging, rename, to_timm
 
-BUFFERS = ("relative_coords_table", "relative_position_index", "attn_mask")
-"""What older files store although it follows from the geometry."""
+__all__ = ["from_timm", "from_transformers", "to_timm", "to_transformers"]
 
 TRANSFORMERS = {
     "patch_embed.proj": "swinv2.embeddings.patch_embeddings.projection",
@@ -26,23 +25,6 @@ TRANSFORMERS = {
 }
 """Our name of a module, inside a block or at the top, and theirs. Attention is the exception: their query, key and
 value are our qkv, q_bias and v_bias."""
-
-
-def from_timm(state_dict: State) -> State:
-    """timm's weights as ours: the same names, so a timm model's state_dict comes back as it is.
-
-    Files published before timm moved patch merging to the start of a stage (and the original ones) are accepted: stage
-    i's merging belongs to stage i + 1 here, the head's layer is called fc, and stored buffers are dropped.
-    """
-    state = {name: tensor for name, tensor in state_dict.items() if not name.endswith(BUFFERS)}
-    if any(name.startswith("layers.0.downsample.") for name in state):
-        state = {move_merging(name, 1).replace("head.", "head.fc."): tensor for name, tensor in state.items()}
-    return state
-
-
-def to_timm(state_dict: State) -> State:
-    """Our weights as timm's (timm >= 0.9): the inverse of ``from_timm``."""
-    return dict(state_dict)
 
 
 def from_transformers(state_dict: State) -> State:
