@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 __all__ = ["Progress", "latest_checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -38,7 +39,7 @@ def save_checkpoint(accelerator: Accelerator, root: Path, progress: Progress, id
             (temporary / PROGRESS_NAME).write_text(json.dumps(state, default=str))
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(f"could not write checkpoint {final} ({error}): free some disk space and resume with "
                       "--resume_from_checkpoint latest; earlier checkpoints are untouched") from error  # fmt: skip

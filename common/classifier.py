@@ -1,8 +1,9 @@
 """What the four architectures share: input checks, the canonical anchor, and timm's way of calling a classifier."""
 
 import math
+import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,7 @@ class Classifier(HubModel):
         self.canonical: bool = arguments["canonical"]
         self.multiple = multiple
         self.grad_checkpointing = False
+        self.frozen: tuple[nn.Module, ...] = ()
         self.feature_info: list[dict[str, Any]] = []
         self.canonicalize = Canonical()
         self.check_size(self.img_size)
@@ -148,6 +150,38 @@ class Classifier(HubModel):
         """Replace the last layer; ``num_classes=0`` leaves pooled features."""
         self.head.reset(num_classes, global_pool)  # type: ignore[operator]
         self.num_classes = self.config["num_classes"] = num_classes
+
+    def freeze(self, stages: int) -> None:
+        """Keep the stem and the first ``stages`` stages as they are in training; -1: everything but the head."""
+        count = len(self.feature_info)
+        if not -1 <= stages <= count:
+            raise ValueError(f"cannot freeze {stages} stages: the model has {count}; -1 freezes all but the head")
+        modules = [self.get_submodule(info["module"]) for info in self.feature_info[: stages if stages >= 0 else count]]
+        if stages:
+            lists = {info["module"].split(".")[0] for info in self.feature_info}
+            apart = {"head"} if stages < 0 else {"head", "norm"}
+            modules += [child for name, child in self.named_children() if name not in lists | apart]
+        for module in modules:
+            module.requires_grad_(False)
+        self.frozen = tuple(modules)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for module in self.frozen:  # no batch statistics, no dropout in what is frozen
+            module.eval()
+        return self
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], tuple[int, ...]]:
+        """How deep a parameter lies, by its name: stem, stages (and blocks, unless ``coarse``), head; as in timm."""
+
+        def depth(name: str) -> tuple[int, ...]:
+            found = re.match(r"(?:layers|stages)\.(\d+)(?:\.blocks\.(\d+))?", name)
+            if found is None:
+                return (2,) if name.startswith(("head.", "norm.")) else (0,)
+            return (1, int(found[1])) if coarse else (1, int(found[1]), -1 if found[2] is None else int(found[2]))
+
+        return depth
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters, besides biases and norms, that recipes leave out of weight decay."""

@@ -1,31 +1,64 @@
-"""Images by name: the embedded digits here; folders and Hub datasets in ``common.sources``.
+"""Splits of data by name: the embedded digits here; folders and Hub datasets in ``common.sources``.
 
-A split of small images lives as one uint8 array, on the device where there is one; what travels through the loader is
-indices. Resizing, augmentation and normalisation happen on the device, on whole batches.
+A split either lies in memory as one uint8 array (``Arrays``: small images, on the device where there is one; what
+travels through the loader is indices), or stays encoded and is decoded by the loader's workers (``Encoded``: large
+images). Either way ``fetch`` turns a batch of the loader into (images, labels, index) on the device.
 """
 
-import json
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
-from .seeding import hashed_uniform
-from .shifts import circular_shift
+from .preprocess import Preprocess, RandomOperations
+from .seeding import derive_seed
 
-__all__ = ["PREPROCESSOR_NAME", "Arrays", "Preprocess", "check_finite", "load_data", "load_digits_data"]
+__all__ = ["Arrays", "Encoded", "EpochSampler", "Split", "check_rows", "load_data", "load_digits_data"]
+
+Batch = tuple[Tensor, Tensor, Tensor]
 
 
-PREPROCESSOR_NAME = "preprocessor_config.json"
+class Split(Dataset[Any]):
+    """Labelled images. An item is asked for by index, in training by (epoch, index)."""
+
+    labels: Tensor
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def check(self) -> None:
+        if not len(self):
+            raise ValueError("the data set is empty")
+        low, high = int(self.labels.min()), int(self.labels.max())
+        if low < 0 or high >= len(self.classes):
+            raise ValueError(f"labels run from {low} to {high}, but there are {len(self.classes)} classes")
+
+    def fetch(self, batch: Any) -> Batch:
+        """What the loader gave, moved to the device -> uint8 images (B, 3, h, w), labels (B,), index (B,)."""
+        raise NotImplementedError
+
+    def to(self, device: torch.device) -> Self:
+        return self
+
+    def head(self, count: int | None) -> Self:
+        """The first images alone."""
+        raise NotImplementedError
+
+    def prepared(self, preprocess: Preprocess, operations: RandomOperations | None = None, seed: int = 0) -> "Split":
+        """The split as a loader needs it: resized in its workers, where it has any."""
+        return self
 
 
 @dataclass(frozen=True)
-class Arrays(Dataset):
+class Arrays(Split):
     """A split in memory: images (N, 3, H, W) uint8, labels (N,), class names. Items are indices."""
 
     images: Tensor
@@ -35,23 +68,124 @@ class Arrays(Dataset):
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels):
             raise ValueError(f"{len(self.images)} images but {len(self.labels)} labels")
-        if not len(self.images):
-            raise ValueError("the data set is empty")
-        low, high = int(self.labels.min()), int(self.labels.max())
-        if low < 0 or high >= len(self.classes):
-            raise ValueError(f"labels run from {low} to {high}, but there are {len(self.classes)} classes")
+        self.check()
 
-    def __len__(self) -> int:
-        return len(self.images)
+    def __getitem__(self, item: int | tuple[int, int]) -> int:
+        return item[1] if isinstance(item, tuple) else item
 
-    def __getitem__(self, index: int) -> int:
-        return index
+    def fetch(self, batch: Tensor) -> Batch:
+        return self.images[batch], self.labels[batch], batch
 
     def to(self, device: torch.device) -> "Arrays":
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
     def head(self, count: int | None) -> "Arrays":
         return replace(self, images=self.images[:count], labels=self.labels[:count])
+
+    def prepared(self, preprocess: Preprocess, operations: RandomOperations | None = None, seed: int = 0) -> Split:
+        if operations is None:
+            return self
+        pixels = self.images.permute(0, 2, 3, 1).numpy()
+        encoded = Encoded(range(len(self)), _Rows(pixels), self.labels, self.classes, str)
+        return encoded.prepared(preprocess, operations, seed)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Reads a row of an array as an image: what ``decode_image`` is for encoded ones."""
+
+    pixels: np.ndarray
+
+    def __call__(self, row: int) -> np.ndarray:
+        return self.pixels[row]
+
+
+@dataclass(frozen=True)
+class Encoded(Split):
+    """A split that is decoded on demand: ``read(items[i])`` gives image i as an (H, W, 3) uint8 array.
+
+    Items are (image (3, h, w) uint8 of the canvas' size, label, index). An image that cannot be read is an error that
+    names it or, with ``skip_broken``, is replaced by the next readable one in training, and has label -1 otherwise.
+    """
+
+    items: Sequence[Any]
+    read: Callable[[Any], np.ndarray]
+    labels: Tensor
+    classes: tuple[str, ...]
+    name: Callable[[Any], str]  # where an item comes from, for errors
+    skip_broken: bool = False
+    preprocess: Preprocess | None = None
+    operations: RandomOperations | None = None
+    seed: int = 0
+    broken: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # filled in by the workers
+
+    def __post_init__(self) -> None:
+        if len(self.items) != len(self.labels):
+            raise ValueError(f"{len(self.items)} images but {len(self.labels)} labels")
+        self.check()
+        if len(self.broken) != len(self):
+            object.__setattr__(self, "broken", torch.zeros(len(self), dtype=torch.bool).share_memory_())
+
+    def __getitem__(self, item: int | tuple[int, int]) -> tuple[Tensor, int, int]:
+        epoch, index = item if isinstance(item, tuple) else (None, item)
+        for attempt in range(10):
+            i = (index + attempt) % len(self)
+            try:
+                image = self.canvas(self.read(self.items[i]), epoch, i)
+                return image, int(self.labels[i]), i
+            except Exception as error:
+                if not self.skip_broken:
+                    raise ValueError(f"{self.name(self.items[i])} is not a readable image ({error}): repair or drop "
+                                     "it, or use --skip_broken") from None  # fmt: skip
+                self.broken[i] = True
+                if epoch is None:
+                    height, width = self._size()
+                    return torch.zeros(3, height, width, dtype=torch.uint8), -1, i
+        raise ValueError(f"no readable image among ten from {self.name(self.items[index])} on: check the data")
+
+    def canvas(self, pixels: np.ndarray, epoch: int | None, index: int) -> Tensor:
+        image = Image.fromarray(pixels)
+        height, width = self._size()
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        if self.operations is not None and epoch is not None:
+            image = self.operations(image, self.seed, epoch, index)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+    def _size(self) -> tuple[int, int]:
+        if self.preprocess is None:
+            raise RuntimeError("an encoded split needs prepared(preprocess) before it is read")
+        return self.preprocess.canvas_size
+
+    def fetch(self, batch: Any) -> Batch:
+        images, labels, index = batch
+        return images, labels, index
+
+    def head(self, count: int | None) -> "Encoded":
+        return replace(self, items=self.items[:count], labels=self.labels[:count])
+
+    def prepared(self, preprocess: Preprocess, operations: RandomOperations | None = None, seed: int = 0) -> "Encoded":
+        return replace(self, preprocess=preprocess, operations=operations, seed=seed)
+
+
+class EpochSampler(Sampler[tuple[int, int]]):
+    """(epoch, index) over a permutation by (seed, epoch), the same on all processes; Accelerate shards it and sets the
+    epoch. Only whole batches: ``count`` is rounded down to a multiple of ``batch_size``."""
+
+    def __init__(self, count: int, seed: int, batch_size: int = 1) -> None:
+        self.count, self.seed, self.epoch = count, seed, 0
+        self.length = count // batch_size * batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
+        order = torch.randperm(self.count, generator=generator)[: self.length].tolist()
+        return iter([(self.epoch, index) for index in order])
 
 
 def load_digits_data(size: int = 32, margin: int = 4) -> tuple[Arrays, Arrays]:
@@ -73,87 +207,21 @@ def load_digits_data(size: int = 32, margin: int = 4) -> tuple[Arrays, Arrays]:
     return Arrays(images[train], labels[train], names), Arrays(images[test], labels[test], names)
 
 
-def load_data(name: str) -> tuple[Arrays, Arrays]:
+def load_data(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
     """Train and test split by name: ``digits``, a folder, or a Hub id (see ``common.sources``)."""
     if name == "digits":
         return load_digits_data()
     from .sources import load_folder, load_hub
 
     is_hub_id = name.count("/") == 1 and not Path(name).exists() and not name.startswith((".", "/", "~"))
-    return load_hub(name) if is_hub_id else load_folder(Path(name))
+    return load_hub(name, skip_broken) if is_hub_id else load_folder(Path(name), skip_broken)
 
 
-@dataclass(frozen=True)
-class Preprocess:
-    """uint8 images (B, 3, h, w) -> normalised float images of the model's size, by resizing and a centre crop.
-
-    ``resize`` is the size before the crop (None: the crop itself). Training adds, per image and by (seed, epoch,
-    index): a horizontal flip, a small rotation and scaling, a circular shift.
-    """
-
-    size: tuple[int, int]
-    resize: int | None = None
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-    flip: bool = False
-    rotate: float = 0.0
-    scale: float = 0.0
-    circular: bool = False
-
-    def save(self, directory: Path) -> None:
-        """Write what evaluation needs beside a model, as preprocessor_config.json."""
-        stored = {key: getattr(self, key) for key in ("size", "resize", "mean", "std")}
-        (directory / PREPROCESSOR_NAME).write_text(json.dumps(stored, indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> "Preprocess":
-        stored = json.loads(path.read_text())
-        if unknown := sorted(set(stored) - {"size", "resize", "mean", "std"}):
-            raise ValueError(f"{path} has unknown keys {unknown}")
-        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
-        return cls(**arguments)
-
-    def canvas(self, images: Tensor) -> Tensor:
-        """Resized and normalised, not yet cropped: what a standard shift with a crop starts from."""
-        x = images.float() / 255
-        height, width = (self.resize, self.resize) if self.resize else self.size
-        if x.shape[-2:] != (height, width):
-            shrink = x.shape[-2] > height or x.shape[-1] > width
-            x = F.interpolate(x, (height, width), mode="bilinear", antialias=shrink, align_corners=False)
-        mean, std = (torch.tensor(v, device=x.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
-        return (x - mean) / std
-
-    def crop(self, x: Tensor) -> Tensor:
-        top, left = ((have - want) // 2 for have, want in zip(x.shape[-2:], self.size, strict=True))
-        return x[..., top : top + self.size[0], left : left + self.size[1]]
-
-    def evaluate(self, images: Tensor) -> Tensor:
-        return self.crop(self.canvas(images))
-
-    def train(self, images: Tensor, index: Tensor, *seeds: int) -> Tensor:
-        u = hashed_uniform(index, 6, *seeds).float()
-        x = images
-        if self.rotate or self.scale:
-            x = _affine(x.float(), (2 * u[:, 0] - 1) * self.rotate, 1 + (2 * u[:, 1] - 1) * self.scale)
-        if self.flip:
-            x = torch.where((u[:, 2] < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
-        x = self.evaluate(x)
-        if self.circular:
-            x = circular_shift(x, (u[:, 3:5] * torch.tensor(x.shape[-2:], device=x.device)).long())
-        return x
-
-
-def _affine(x: Tensor, degrees: Tensor, scale: Tensor) -> Tensor:
-    """Rotate and scale every image about its centre; zeros come in."""
-    radians = torch.deg2rad(degrees)
-    cos, sin, zero = torch.cos(radians) / scale, torch.sin(radians) / scale, torch.zeros_like(scale)
-    theta = torch.stack([cos, -sin, zero, sin, cos, zero], 1).view(-1, 2, 3)
-    grid = F.affine_grid(theta, list(x.shape), align_corners=False)
-    return F.grid_sample(x, grid, align_corners=False)
-
-
-def check_finite(images: Tensor, where: str) -> None:
-    """Raise on NaN or Inf. Called where images enter the program, never in a forward."""
-    if not torch.isfinite(images).all():
-        bad = (~torch.isfinite(images)).flatten(1).any(1).nonzero().flatten().tolist()
-        raise ValueError(f"{where}: images {bad[:5]} of the batch hold NaN or Inf; repair or drop them")
+def check_rows(name: str, found: tuple[int, int, int], expected: tuple[int, int, int]) -> None:
+    """Raise unless a data set has the (train images, evaluation images, classes) that a table was measured on."""
+    if found != expected:
+        what = ("training images", "evaluation images", "classes")
+        rows = zip(found, expected, what, strict=True)
+        wrong = ", ".join(f"{have:,} {thing} instead of {want:,}" for have, want, thing in rows if have != want)
+        raise ValueError(f"{name} has {wrong}: it is not the whole data set; fetch it again, or leave out "
+                         "--expected_rows to train on it as it is")  # fmt: skip

@@ -1,9 +1,11 @@
-"""The training loop: one for every architecture, from a laptop to several nodes. Accelerate does what is distributed.
+"""The training loop: one for every architecture and task, from a laptop to several nodes. Accelerate does what is
+distributed.
 
 A run writes into its output directory: ``config.json`` and ``model.safetensors`` (the last model; the best one under
-``best/``), ``log.jsonl``, ``results.json``, ``curves.png`` and ``checkpoints/``.
+``best/``), ``log.jsonl``, ``results.json``, ``curves.png``, ``tracking/`` and ``checkpoints/``.
 """
 
+import itertools
 import json
 import math
 import signal
@@ -13,125 +15,119 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, TorchDynamoPlugin, set_seed
-from timm.optim import param_groups_weight_decay
+from accelerate.utils import DistributedType, ProjectConfiguration, TorchDynamoPlugin, send_to_device, set_seed
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from .checkpoints import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
-from .classifier import Classifier
-from .data import Preprocess, load_data
-from .evaluation import evaluate
+from .data import Arrays, EpochSampler
+from .hub import HubModel
 from .plots import plot_curves
-from .recipe import Recipe, RunOptions, parse_command_line
-from .registry import create_model
-from .seeding import derive_seed
+from .recipe import BaseRecipe, RunOptions, parse_command_line
+from .streaming import Stream
 from .tables import format_table, write_json
+from .task import Classification, Task
 
 __all__ = ["main", "train"]
 
 
-class EpochSampler(Sampler[int]):
-    """A permutation of the data by (seed, epoch), the same on all processes; Accelerate shards it, sets the epoch."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self.count, self.seed, self.epoch = count, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
-        return iter(torch.randperm(self.count, generator=generator).tolist())
-
-
-def main(recipes: Mapping[str, Recipe], default: str, description: str | None = None,
-         arguments: Sequence[str] | None = None) -> dict[str, Any]:  # fmt: skip
+def main(recipes: Mapping[str, Any], default: str, description: str | None = None,
+         arguments: Sequence[str] | None = None, task: type[Task] = Classification) -> dict[str, Any]:  # fmt: skip
     """A folder's ``train.py``: read the command line, train, print the results."""
-    return train(*parse_command_line(recipes, default, arguments, description))
+    return train(*parse_command_line(recipes, default, arguments, description), task)
 
 
-def train(name: str, recipe: Recipe, options: RunOptions) -> dict[str, Any]:
+def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] = Classification) -> dict[str, Any]:
     """Train, evaluate and save; returns the results that ``results.json`` holds."""
     output = Path(options.output_dir)
+    trackers = None if options.report_to == "none" else options.report_to.split(",")
     accelerator = Accelerator(
         mixed_precision=options.mixed_precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         step_scheduler_with_optimizer=False,  # one scheduler step per optimizer step, whatever the processes
-        log_with=options.report_to,
+        log_with=trackers,
         project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "tracking")),
         dynamo_plugin=TorchDynamoPlugin(backend="inductor") if options.compile else None,
     )
     if accelerator.device.type == "cpu" and options.cpu_threads:
         torch.set_num_threads(options.cpu_threads)
     set_seed(recipe.seed)
-    train_split, test_split = (split.head(options.limit) for split in load_data(recipe.data))
-    model = _build(recipe, options, len(train_split.classes))
-    preprocess = Preprocess(size=model.img_size, **{k: getattr(recipe, k) for k in _PREPROCESS})
-
-    ways = accelerator.num_processes * options.gradient_accumulation_steps
-    if recipe.batch_size % ways:
-        raise ValueError(f"batch_size {recipe.batch_size} does not divide into {ways} parts (processes x accumulation "
-                         f"steps): use a multiple of {ways}")  # fmt: skip
-    sampler = EpochSampler(len(train_split), recipe.seed)
-    loader = DataLoader(train_split, batch_size=recipe.batch_size // ways, sampler=sampler, drop_last=True)
-    steps_per_epoch = len(train_split) // recipe.batch_size
-    if not steps_per_epoch:
-        raise ValueError(f"{len(train_split)} training images are fewer than one batch of {recipe.batch_size}: "
-                         "choose a smaller --batch_size")  # fmt: skip
-    groups = param_groups_weight_decay(model, recipe.weight_decay, no_weight_decay_list=model.no_weight_decay())
-    optimizer = torch.optim.AdamW(groups, lr=recipe.scaled(recipe.lr), betas=recipe.betas)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(recipe, steps_per_epoch))
-    plain = model
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    job = task(recipe, options, accelerator)
+    plain = job.model
+    if options.channels_last:
+        plain.to(memory_format=torch.channels_last)
+    images = len(job.train_split)
+    loader, steps_per_epoch = _loader(job, recipe, options, accelerator)
+    total = recipe.steps or recipe.epochs * steps_per_epoch
+    epochs = math.ceil(total / steps_per_epoch)
+    optimizer = torch.optim.AdamW(_parameters(plain, recipe), betas=recipe.betas,
+                                  fused=accelerator.device.type == "cuda")  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(recipe, steps_per_epoch, total))
+    model, optimizer, scheduler = accelerator.prepare(plain, optimizer, scheduler)
+    loader = loader if isinstance(loader.dataset, Stream) else accelerator.prepare(loader)
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded and recipe.ema_decay:
+        raise ValueError("an average of sharded weights is not kept: train with --ema_decay 0, or without FSDP")
     ema = ModelEmaV3(plain, decay=recipe.ema_decay) if recipe.ema_decay else None
     if ema is not None:
         accelerator.register_for_checkpointing(ema)
-    train_split, test_split = train_split.to(accelerator.device), test_split.to(accelerator.device)
 
-    identity = {"recipe": recipe.settings(), "model": plain.config, "images": len(train_split)}
+    identity = {"recipe": recipe.settings(), "model": plain.config, "images": images}
     progress = Progress()
     if options.resume_from_checkpoint:
         progress = _resume(accelerator, options.resume_from_checkpoint, output, identity)
-    if options.report_to:
-        accelerator.init_trackers(name)
-    log = _Log(accelerator, output / "log.jsonl", progress)
+    if trackers:
+        accelerator.init_trackers(name, config={key: str(value) for key, value in recipe.settings().items()})
+    log = _Log(accelerator, output / "log.jsonl", progress, job.best)
     parameters = sum(p.numel() for p in plain.parameters())
-    lr = f"lr {recipe.scaled(recipe.lr):.3g} = {recipe.lr:g} x {recipe.batch_size}/{recipe.lr_batch}"
-    accelerator.print(
-        f"{name}: {recipe.model}, {parameters:,} parameters; {len(train_split):,} images of {recipe.data}"
-    )
-    accelerator.print(f"{recipe.epochs} epochs x {steps_per_epoch} steps of {recipe.batch_size} images, {lr}")
+    lr = f"lr {recipe.scaled(recipe.lr):.3g}"
+    lr += f" = {recipe.lr:g} x {recipe.batch_size}/{recipe.lr_batch}" if recipe.lr_batch else ""
+    accelerator.print(f"{name}: {recipe.model}, {parameters:,} parameters; {images:,} images of {recipe.data}")
+    accelerator.print(f"{total:,} steps of {recipe.batch_size} images, {steps_per_epoch:,} an epoch; {lr}")
+
+    def save() -> Path:
+        path = save_checkpoint(accelerator, output / "checkpoints", progress, identity, options.checkpoints_total_limit)
+        saved.restart()
+        return path
 
     def measure() -> dict[str, Any]:
-        subject = ema.module if ema is not None else accelerator.unwrap_model(model, keep_torch_compile=False)
+        """The last weights or their average; sharded ones only work as they were prepared."""
+        whole = model if sharded else accelerator.unwrap_model(model, keep_torch_compile=False)
+        subject = ema.module if ema is not None else whole
         subject.eval()
-        return evaluate(subject, test_split, preprocess, recipe.metrics, accelerator=accelerator, seed=recipe.seed,
-                        batch_size=options.eval_batch_size)  # fmt: skip
+        return job.evaluate(subject)
 
     def weights() -> dict[str, Tensor]:
         return ema.module.state_dict() if ema is not None else accelerator.get_state_dict(model)
 
-    stop = _StopSignal()
-    eval_every = options.eval_every or math.ceil(recipe.epochs / 10)
-    total = recipe.epochs * steps_per_epoch
+    def finish_epoch() -> dict[str, Any]:
+        results = measure()
+        best = log.evaluation(bar, results, progress)
+        state = weights()
+        if accelerator.is_main_process:
+            for directory in (output, output / "best") if best else (output,):
+                job.save(directory, state)
+        return results
+
+    stop, saved, epoch_clock = _StopSignal(), _Clock(), _Clock()
+    eval_every = options.eval_every or math.ceil(epochs / 10)
+    every = max(1, min(50, total // 200))
     bar = tqdm(total=total, initial=progress.step, unit="step", disable=not accelerator.is_main_process)
     results: dict[str, Any] = {}
-    while progress.epoch < recipe.epochs:
+    while progress.step < total:
         model.train()
-        batches = accelerator.skip_first_batches(loader, progress.batch) if progress.batch else loader
-        batches.set_epoch(progress.epoch)
-        for index in batches:
+        epoch_clock.restart()
+        started = progress.step
+        for batch in _batches(loader, progress, steps_per_epoch, options, accelerator):
             with accelerator.accumulate(model):
-                images = preprocess.train(train_split.images[index], index, recipe.seed, progress.epoch)
-                loss = F.cross_entropy(model(images), train_split.labels[index], label_smoothing=recipe.label_smoothing)
+                pictures, targets = job.inputs(batch, progress.epoch, progress.batch)
+                if options.channels_last:
+                    pictures = pictures.contiguous(memory_format=torch.channels_last)
+                loss = job.loss(model, pictures, targets)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and recipe.clip_grad:
                     accelerator.clip_grad_norm_(model.parameters(), recipe.clip_grad)
@@ -145,28 +141,31 @@ def train(name: str, recipe: Recipe, options: RunOptions) -> dict[str, Any]:
             progress.step += 1
             if ema is not None:
                 ema.update(plain)
-            log.step(bar, loss, scheduler.get_last_lr()[0], progress, recipe.batch_size, every=max(1, total // 200))
-            if options.checkpointing_steps and progress.step % options.checkpointing_steps == 0:
-                save_checkpoint(
-                    accelerator, output / "checkpoints", progress, identity, options.checkpoints_total_limit
-                )
-            if stop.requested:
-                path = save_checkpoint(
-                    accelerator, output / "checkpoints", progress, identity, options.checkpoints_total_limit
-                )
-                accelerator.print(f"stopped by signal; go on with --resume_from_checkpoint {path}")
+            log.step(bar, loss, scheduler.get_last_lr()[-1], progress, recipe.batch_size, every)
+            overdue = bool(options.checkpointing_minutes) and saved.seconds() > 60 * options.checkpointing_minutes
+            if accelerator.num_processes == 1 or progress.step % every == 0:  # the processes must agree
+                stopping, overdue = _any(accelerator, stop.requested, overdue)
+            else:
+                stopping = overdue = False
+            if stopping:
+                accelerator.print(f"stopped by signal; go on with --resume_from_checkpoint {save()}")
                 accelerator.end_training()
                 return {"stopped_at": progress.step}
+            if overdue or (options.checkpointing_steps and progress.step % options.checkpointing_steps == 0):
+                save()
+            if progress.step == total:
+                break
+        if progress.step > started:  # not where a run is resumed at the very end of an epoch
+            log.epoch(progress, (progress.step - started) * recipe.batch_size, loss, epoch_clock)
         progress.epoch, progress.batch = progress.epoch + 1, 0
-        if progress.epoch % eval_every == 0 or progress.epoch == recipe.epochs:
-            results = measure()
-            best = log.evaluation(bar, results, progress)
-            state = weights()
-            if accelerator.is_main_process:
-                for directory in (output, output / "best") if best else (output,):
-                    preprocess.save(plain.save_pretrained(directory, state))
+        if progress.epoch % eval_every == 0 or progress.step == total:
+            results = finish_epoch()
+    results = results or finish_epoch()  # a run that was resumed at its end
     bar.close()
-    results = {"model": recipe.model, **results, "parameters": parameters, "recipe": name, "epochs": recipe.epochs,
+    broken = getattr(job.train_split, "broken", torch.zeros(0)).sum().item()
+    if broken:
+        accelerator.print(f"{broken:,} training images could not be read and were left out")
+    results = {"model": recipe.model, **results, "parameters": parameters, "recipe": name, "epochs": epochs,
                "precision": accelerator.mixed_precision, "processes": accelerator.num_processes,
                "device": _device_name(accelerator.device), "train_seconds": round(log.seconds, 1)}  # fmt: skip
     if accelerator.is_main_process:
@@ -178,28 +177,62 @@ def train(name: str, recipe: Recipe, options: RunOptions) -> dict[str, Any]:
     return results
 
 
-_PREPROCESS = ("resize", "mean", "std", "flip", "rotate", "scale", "circular")
+def _loader(job: Task, recipe: BaseRecipe, options: RunOptions, accelerator: Accelerator) -> tuple[DataLoader, int]:
+    """The loader of one process (to be prepared, unless it streams) and the optimizer steps of an epoch."""
+    ways = accelerator.num_processes * options.gradient_accumulation_steps
+    if recipe.batch_size % ways:
+        raise ValueError(f"batch_size {recipe.batch_size} does not divide into {ways} parts (processes x accumulation "
+                         f"steps): use a multiple of {ways}")  # fmt: skip
+    split = job.train_split
+    steps_per_epoch = len(split) // recipe.batch_size
+    if not steps_per_epoch:
+        raise ValueError(f"{len(split)} training images are fewer than one batch of {recipe.batch_size}: "
+                         "choose a smaller --batch_size")  # fmt: skip
+    workers = 0 if isinstance(split, Arrays) else options.dataloader_num_workers
+    settings: dict[str, Any] = {"batch_size": recipe.batch_size // ways, "drop_last": True, "num_workers": workers,
+                                "pin_memory": workers > 0 and accelerator.device.type == "cuda"}  # fmt: skip
+    if isinstance(split, Stream):
+        split.shard(accelerator.process_index, accelerator.num_processes)
+        return DataLoader(split, **settings), steps_per_epoch
+    sampler = EpochSampler(len(split), recipe.seed, recipe.batch_size)
+    return DataLoader(split, sampler=sampler, persistent_workers=workers > 0, **settings), steps_per_epoch
 
 
-def _build(recipe: Recipe, options: RunOptions, num_classes: int) -> Classifier:
-    arguments = {"num_classes": num_classes, **recipe.model_args}
-    if recipe.drop_path is not None:
-        arguments["drop_path_rate"] = recipe.drop_path
-    model = create_model(recipe.model, **arguments)
-    assert isinstance(model, Classifier)
-    model.set_grad_checkpointing(options.gradient_checkpointing)
-    return model
+def _batches(loader: Any, progress: Progress, steps_per_epoch: int, options: RunOptions,
+             accelerator: Accelerator) -> Iterator[Any]:  # fmt: skip
+    """What is left of the current epoch."""
+    if not isinstance(loader.dataset, Stream):
+        batches = accelerator.skip_first_batches(loader, progress.batch) if progress.batch else loader
+        batches.set_epoch(progress.epoch)
+        yield from batches
+        return
+    # a stream: the shards of processes differ in length, so a short one begins anew
+    loader.dataset.set_epoch(progress.epoch)
+    endless = itertools.chain.from_iterable(itertools.repeat(loader))
+    for batch in itertools.islice(endless, progress.batch, steps_per_epoch * options.gradient_accumulation_steps):
+        yield send_to_device(batch, accelerator.device, non_blocking=True)
 
 
-def _schedule(recipe: Recipe, steps_per_epoch: int) -> Any:
-    """Linear warm-up, then a half cosine down to ``min_lr``; as factors of the peak learning rate."""
-    warmup = round(recipe.warmup_epochs * steps_per_epoch)
-    total = recipe.epochs * steps_per_epoch
+def _parameters(model: HubModel, recipe: BaseRecipe) -> list[dict[str, Any]]:
+    """Parameter groups with their weight decay and learning rate."""
+    skip, lr = model.no_weight_decay(), recipe.scaled(recipe.lr)  # type: ignore[operator]
+    if recipe.layer_decay == 1:
+        groups = param_groups_weight_decay(model, recipe.weight_decay, no_weight_decay_list=skip)
+    else:
+        groups = param_groups_layer_decay(model, recipe.weight_decay, skip, layer_decay=recipe.layer_decay)
+    return [{**group, "lr": lr * group.get("lr_scale", 1.0)} for group in groups if group["params"]]
+
+
+def _schedule(recipe: BaseRecipe, steps_per_epoch: int, total: int) -> Any:
+    """Linear warm-up, then a half cosine or a straight line down to ``min_lr``; as factors of the peak."""
+    warmup = recipe.warmup_steps or round(recipe.warmup_epochs * steps_per_epoch)
     start, end = recipe.warmup_lr / recipe.lr, recipe.min_lr / recipe.lr
 
     def factor(step: int) -> float:
         if step < warmup:
             return start + (1 - start) * step / warmup
+        if recipe.schedule == "poly":  # of the whole run, warm-up included, as MMSegmentation has it
+            return end + (1 - end) * (1 - min(1.0, step / total))
         phase = min(1.0, (step - warmup) / max(1, total - warmup))
         return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * phase))
 
@@ -216,8 +249,29 @@ def _resume(accelerator: Accelerator, source: str, output: Path, identity: dict[
     return progress
 
 
+def _any(accelerator: Accelerator, *flags: bool) -> list[bool]:
+    """For each flag, whether it is raised on any process."""
+    if accelerator.num_processes == 1:
+        return list(flags)
+    raised = torch.tensor(flags, dtype=torch.float32, device=accelerator.device)
+    return [bool(count) for count in accelerator.reduce(raised, "sum").tolist()]
+
+
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+class _Clock:
+    """Seconds since it was started."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.start = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.start
 
 
 class _StopSignal:
@@ -234,15 +288,15 @@ class _StopSignal:
 class _Log:
     """log.jsonl, the trackers and the progress bar, from the main process; a resumed run drops what it will redo."""
 
-    def __init__(self, accelerator: Accelerator, path: Path, progress: Progress) -> None:
-        self.accelerator, self.path, self.best = accelerator, path, -math.inf
+    def __init__(self, accelerator: Accelerator, path: Path, progress: Progress, metric: str) -> None:
+        self.accelerator, self.path, self.metric, self.best = accelerator, path, metric, -math.inf
         self.seconds, self.last, self.images = 0.0, time.perf_counter(), 0
         if accelerator.is_main_process:
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
             rows = [row for row in rows if row["step"] <= progress.step] if progress.step else []
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            self.best = max((row["top1"] for row in rows if "top1" in row), default=-math.inf)
+            self.best = max((row[metric] for row in rows if metric in row), default=-math.inf)
 
     def step(self, bar: tqdm, loss: Tensor, lr: float, progress: Progress, images: int, every: int) -> None:
         bar.update()
@@ -260,13 +314,21 @@ class _Log:
         self._write({"step": progress.step, "epoch": progress.epoch, "loss": value, "lr": lr,
                      "images_per_s": round(rate, 1)})  # fmt: skip
 
+    def epoch(self, progress: Progress, images: int, loss: Tensor, clock: _Clock) -> None:
+        """Write the rate over a whole epoch, loading and augmentation included."""
+        loss.item()  # wait for the device
+        seconds = clock.seconds()
+        self._write({"step": progress.step, "epoch": progress.epoch, "epoch_seconds": round(seconds, 2),
+                     "epoch_images_per_s": round(images / seconds, 1)})  # fmt: skip
+
     def evaluation(self, bar: tqdm, results: dict[str, Any], progress: Progress) -> bool:
-        """Write an evaluation; True where its top-1 is the best so far."""
+        """Write an evaluation; True where its metric is the best so far."""
         self.seconds, self.last = self.seconds + time.perf_counter() - self.last, time.perf_counter()
         self._write({"step": progress.step, "epoch": progress.epoch, **results})
         shown = "  ".join(f"{key} {value:.2f}" for key, value in results.items() if isinstance(value, float))
         bar.write(f"epoch {progress.epoch}: {shown}") if not bar.disable else None
-        best, self.best = results.get("top1", 0.0) > self.best, max(self.best, results.get("top1", 0.0))
+        value = results.get(self.metric, 0.0)
+        best, self.best = value > self.best, max(self.best, value)
         return best
 
     def _write(self, row: dict[str, Any]) -> None:

@@ -1,20 +1,22 @@
 """One evaluation for all classifiers: counts over a split, gathered over processes without counting padding twice."""
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from .classifier import Classifier
-from .data import PREPROCESSOR_NAME, Arrays, Preprocess, check_finite, load_data
+from .data import Arrays, Split, load_data
 from .hub import resolve_file
 from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
+from .preprocess import PREPROCESSOR_NAME, Preprocess, check_finite
 from .registry import create_model, from_pretrained, list_models
 from .tables import format_table, write_json
 
@@ -24,27 +26,31 @@ METRICS = "top1, c_cons, s_cons; c_cons@K, s_cons@K for shifts up to K px; c_con
 METRIC = re.compile(r"(top1|c_cons|s_cons|c_cons_worst)(?:@(\d+))?")
 
 
-def evaluate(model: Callable[[Tensor], Tensor], split: Arrays, preprocess: Preprocess, metrics: Sequence[str], *,
+def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Preprocess, metrics: Sequence[str], *,
              accelerator: Accelerator | None = None, batch_size: int = 64, seed: int = 0, crop: bool = False,
-             progress: bool = True) -> dict[str, Any]:  # fmt: skip
+             workers: int = 0, progress: bool = True) -> dict[str, Any]:  # fmt: skip
     """Measure ``metrics`` (percent) on ``split``; ``model`` is in eval mode and, with several processes, prepared.
 
     ``crop``: standard shifts move the resized image under a centre crop (ImageNet) instead of padding zeros.
+    Images that the split could not read (label -1) do not count.
     """
     accelerator = accelerator or Accelerator()
     parsed = {name: _parse(name) for name in metrics}
-    split = split.to(accelerator.device)
-    loader = accelerator.prepare(DataLoader(split, batch_size=batch_size))
+    split = split.prepared(preprocess).to(accelerator.device)
+    workers = 0 if isinstance(split, Arrays) else workers
+    loader = accelerator.prepare(DataLoader(split, batch_size=batch_size, num_workers=workers))
     right = {name: torch.zeros((), dtype=torch.long, device=accelerator.device) for name in metrics}
-    for index in tqdm(loader, desc="evaluate", leave=False, disable=not (progress and accelerator.is_main_process)):
-        canvas = preprocess.canvas(split.images[index])
+    counted = torch.zeros((), dtype=torch.long, device=accelerator.device)
+    for batch in tqdm(loader, desc="evaluate", leave=False, disable=not (progress and accelerator.is_main_process)):
+        pixels, labels, index = split.fetch(batch)
+        canvas = preprocess.canvas(pixels)
         images = preprocess.crop(canvas)
         check_finite(images, "evaluate")
-        outcomes = []
+        outcomes = [labels >= 0]
         with torch.no_grad(), accelerator.autocast():
             for kind, reach in parsed.values():
                 if kind == "top1":
-                    outcomes.append(predict(model, images) == split.labels[index])
+                    outcomes.append(predict(model, images) == labels)
                 elif kind == "c_cons":
                     outcomes.append(circular_agreement(model, images, index, max_shift=reach, seed=seed))
                 elif kind == "c_cons_worst":
@@ -52,11 +58,17 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Arrays, preprocess: Prepr
                 else:
                     source, size = (canvas, preprocess.size) if crop else (images, None)
                     outcomes.append(standard_agreement(model, source, index, max_shift=reach, seed=seed, crop=size))
-        gathered = accelerator.gather_for_metrics(torch.stack(outcomes, 1))  # images, metrics
-        for i, name in enumerate(metrics):
+        gathered = accelerator.gather_for_metrics(torch.stack(outcomes, 1))  # images, 1 + metrics
+        gathered = gathered[gathered[:, 0]]
+        counted += len(gathered)
+        for i, name in enumerate(metrics, 1):
             right[name] += gathered[:, i].sum()
-    result: dict[str, Any] = {name: 100.0 * count.item() / len(split) for name, count in right.items()}
-    return {**result, "images": len(split), "seed": seed}
+    total = int(counted)
+    if not total:
+        raise ValueError("no image to measure on: none could be read")
+    result: dict[str, Any] = {name: 100.0 * count.item() / total for name, count in right.items()}
+    broken = {"unreadable": len(split) - total} if total < len(split) else {}
+    return {**result, "images": total, **broken, "seed": seed}
 
 
 def _parse(name: str) -> tuple[str, int | None]:
@@ -69,24 +81,29 @@ def _parse(name: str) -> tuple[str, int | None]:
 def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """A folder's ``evaluate.py``: measure a model on the evaluation split of a data set, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", required=True, help="directory, Hub id, or name (fresh weights)")
-    parser.add_argument("--data", default="digits", help="'digits' or a folder")
+    parser.add_argument(
+        "--model", required=True, help="directory, Hub id, timm:NAME (its pretrained weights), or name (fresh weights)"
+    )
+    parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
     parser.add_argument("--metrics", nargs="+", default=["top1", "c_cons", "s_cons"], help=METRICS)
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, help="use only the first images")
     parser.add_argument("--crop", action="store_true", help="standard shifts under a centre crop, not with zeros")
     parser.add_argument("--resize", type=int, help="side before the centre crop, if not the model's own")
+    parser.add_argument("--dataloader_num_workers", type=int, default=min(8, os.cpu_count() or 1),
+                        help="processes that decode large images")  # fmt: skip
+    parser.add_argument("--skip_broken", action="store_true", help="leave unreadable images out, and count them")
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
     parser.add_argument("--json", help="file to write the results to")
     args = parser.parse_args(arguments)
 
     accelerator = Accelerator(mixed_precision=args.mixed_precision)
-    split = load_data(args.data)[1].head(args.limit)
+    split = load_data(args.data, args.skip_broken)[1].head(args.limit)
     model, preprocess = load_for_evaluation(args.model, len(split.classes), args.resize)
     model.eval().to(accelerator.device)
     measured = evaluate(model, split, preprocess, args.metrics, accelerator=accelerator, batch_size=args.batch_size,
-                        seed=args.seed, crop=args.crop)  # fmt: skip
+                        seed=args.seed, crop=args.crop, workers=args.dataloader_num_workers)  # fmt: skip
     results = {"model": args.model, "data": args.data, **measured, "precision": accelerator.mixed_precision,
                "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
     if accelerator.is_main_process:
@@ -96,20 +113,33 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     return results
 
 
-def load_for_evaluation(source: str, classes: int, resize: int | None = None) -> tuple[Classifier, Preprocess]:
-    """A model by directory, Hub id or name, and the preprocessing stored beside it (else ImageNet's)."""
-    if source in list_models():
+def load_for_evaluation(source: str, classes: int, resize: int | None = None) -> tuple[nn.Module, Preprocess]:
+    """A model by directory, Hub id, ``timm:NAME`` or name, and the preprocessing stored beside it (else ImageNet's)."""
+    model: nn.Module
+    if source.startswith("timm:"):
+        model, preprocess = _from_timm(source.removeprefix("timm:"))
+    elif source in list_models():
         model = create_model(source, num_classes=classes)
-        stored = None
+        preprocess = Preprocess(size=model.img_size)  # type: ignore[arg-type]
     else:
         model = from_pretrained(source)
         try:
-            stored = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
+            preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
         except FileNotFoundError:
-            stored = None
-    if not isinstance(model, Classifier):
-        raise TypeError(f"{source} is a {type(model).__name__}, not a classifier")
-    if model.num_classes != classes:
-        raise ValueError(f"{source} tells {model.num_classes} classes apart, the data have {classes}: fine-tune it on "
-                         "them, or evaluate on its own data")  # fmt: skip
-    return model, stored or Preprocess(size=model.img_size, resize=resize)
+            preprocess = Preprocess(size=model.img_size)  # type: ignore[arg-type]
+    has = getattr(model, "num_classes", None)
+    if has != classes:
+        raise ValueError(f"{source} tells {has} classes apart, the data have {classes}: fine-tune it on them, or "
+                         "evaluate on its own data")  # fmt: skip
+    return model, replace(preprocess, resize=resize) if resize else preprocess
+
+
+def _from_timm(name: str) -> tuple[nn.Module, Preprocess]:
+    """timm's model with its pretrained weights (``local-dir:FOLDER`` for a folder) and its own preprocessing."""
+    import timm
+
+    model = timm.create_model(name, pretrained=True)
+    config = timm.data.resolve_model_data_config(model)
+    _, height, width = config["input_size"]
+    resize = None if config["crop_pct"] == 1 else round(height / config["crop_pct"])
+    return model, Preprocess(size=(height, width), resize=resize, mean=config["mean"], std=config["std"])

@@ -116,14 +116,23 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a safetensors file into ``model``: all names, all shapes, nothing else."""
+def load_weights(model: nn.Module, path: Path, may_differ: str | None = None) -> list[str]:
+    """Load a safetensors file into ``model``: all names, all shapes, nothing else.
+
+    ``may_differ``: tensors whose name begins so keep their own values where the file has other shapes (a classifier for
+    other classes). Returns their names.
+    """
     try:
         state = load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or save it again") from None
-    check_state(model.state_dict(), state, str(path))
+    own = model.state_dict()
+    kept = [name for name, tensor in own.items() if may_differ and name.startswith(may_differ)
+            and name in state and state[name].shape != tensor.shape]  # fmt: skip
+    state |= {name: own[name] for name in kept}
+    check_state(own, state, str(path))
     model.load_state_dict(state, strict=True)
+    return kept
 
 
 def check_state(expected: dict[str, Tensor], state: dict[str, Tensor], where: str) -> None:

@@ -2,49 +2,51 @@
 
 import argparse
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-__all__ = ["Recipe", "RunOptions", "parse_command_line"]
+from .preprocess import IMAGENET_MEAN, IMAGENET_STD
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
+__all__ = ["BaseRecipe", "Recipe", "RunOptions", "parse_command_line"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """One row of a table: model, data, schedule. Every field can be overridden on the command line."""
+class BaseRecipe:
+    """Model, data and schedule of a run, whatever its task. Every field can be overridden on the command line."""
 
     model: str
     data: str = "digits"
     epochs: int = 100
+    steps: int = 0  # optimizer steps; 0: as many as the epochs have
     batch_size: int = 96  # images per optimizer step, over all processes and accumulation steps
-    # optimizer: AdamW with cosine decay
+    # where the weights start
+    pretrained: str | None = None  # directory or Hub id; its last layer is left out where the classes differ
+    freeze: int = 0  # freeze the stem and the first n stages; -1: all but the head
+    # optimizer: AdamW
     lr: float = 5e-4
-    lr_batch: int = 512  # lr, warm-up and final lr are stated for this batch and scale linearly with batch_size
+    lr_batch: int = 512  # lr, warm-up and final lr are stated for this batch and scale with batch_size; 0: they do not
+    schedule: Literal["cosine", "poly"] = "cosine"
     warmup_epochs: float = 20.0
+    warmup_steps: int = 0  # if not by epochs
     warmup_lr: float = 5e-7
     min_lr: float = 5e-6
-    weight_decay: float = 0.05
+    weight_decay: float = 0.05  # of matrices; biases, norms and what the model names are left out
     betas: tuple[float, float] = (0.9, 0.999)
     clip_grad: float = 5.0
+    layer_decay: float = 1.0  # each layer's learning rate relative to the one after it
     # regularisation
     drop_path: float | None = None  # None: the model's own
-    label_smoothing: float = 0.0
     ema_decay: float = 0.0  # 0: no exponential moving average of the weights
     # images
-    resize: int | None = None
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     flip: bool = False
-    rotate: float = 0.0
-    scale: float = 0.0
-    circular: bool = False  # random circular shifts as augmentation (the paper's "DA" rows)
     # evaluation
-    metrics: tuple[str, ...] = ("top1", "c_cons", "s_cons")
+    metrics: tuple[str, ...] = ()
     seed: int = 0
     model_args: Mapping[str, Any] = field(default_factory=dict)
     target: Mapping[str, float] = field(default_factory=dict)  # what the paper reports for this row
@@ -55,7 +57,24 @@ class Recipe:
 
     def scaled(self, value: float) -> float:
         """A learning rate stated for ``lr_batch``, at this recipe's batch size."""
-        return value * self.batch_size / self.lr_batch
+        return value * self.batch_size / self.lr_batch if self.lr_batch else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(BaseRecipe):
+    """One row of a classification table."""
+
+    label_smoothing: float = 0.0
+    mixup: float = 0.0  # alpha of mixup; with cutmix, a batch gets one or the other
+    cutmix: float = 0.0
+    resize: int | None = None
+    rotate: float = 0.0
+    scale: float = 0.0
+    circular: bool = False  # random circular shifts as augmentation (the paper's "DA" rows)
+    rand_augment: str = ""  # timm's specification, such as rand-m9-mstd0.5-inc1
+    erase: float = 0.0  # probability of random erasing
+    crop: bool = False  # measure S-Cons under a centre crop (ImageNet), not with zeros
+    metrics: tuple[str, ...] = ("top1", "c_cons", "s_cons")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +86,23 @@ class RunOptions:
     gradient_accumulation_steps: int = 1
     gradient_checkpointing: bool = False
     compile: bool = False
+    channels_last: bool = False  # memory format of convolutions
     cpu_threads: int = 1  # on a CPU: one thread gives the same bits whatever the cores; 0: as torch chooses
+    dataloader_num_workers: int = min(8, os.cpu_count() or 1)  # processes that decode large images
+    streaming: bool = False  # read the training images as they come, through `datasets`
+    skip_broken: bool = False  # leave unreadable images out, and count them
+    expected_rows: tuple[int, int, int] | None = None  # training images, evaluation images and classes there must be
+    limit: int | None = None  # use only the first images of each split
     eval_every: int = 0  # epochs between evaluations; 0: about ten in all
     eval_batch_size: int = 128
-    limit: int | None = None  # use only the first images of each split
     checkpointing_steps: int = 0  # optimizer steps between checkpoints; 0: none but on SIGTERM
+    checkpointing_minutes: float = 0.0  # or minutes
     checkpoints_total_limit: int = 2
     resume_from_checkpoint: str | None = None  # a checkpoint directory, or "latest"
-    report_to: str | None = None  # trackers of Accelerate by name: tensorboard, wandb, trackio, ...
+    report_to: str = "tensorboard"  # trackers of Accelerate by name: tensorboard, wandb, trackio, ... or none
+
+
+R = TypeVar("R", bound=BaseRecipe)
 
 
 def _parser_type(annotation: Any) -> dict[str, Any]:
@@ -85,26 +113,37 @@ def _parser_type(annotation: Any) -> dict[str, Any]:
         return _parser_type(inner)
     if origin is tuple:
         return {"type": arguments[0], "nargs": "+" if arguments[-1] is Ellipsis else len(arguments)}
+    if origin is Literal:
+        return {"choices": arguments}
     if annotation is bool:
         return {"action": argparse.BooleanOptionalAction}
     return {"type": annotation}
 
 
-def parse_command_line(recipes: Mapping[str, Recipe], default: str, arguments: Sequence[str] | None = None,
-                       description: str | None = None) -> tuple[str, Recipe, RunOptions]:  # fmt: skip
-    """The recipe that ``--recipe`` names, with overrides, and the run options. An unknown flag is an error."""
+def parse_command_line(recipes: Mapping[str, R], default: str, arguments: Sequence[str] | None = None,
+                       description: str | None = None) -> tuple[str, R, RunOptions]:  # fmt: skip
+    """The recipe that ``--recipe`` names, with overrides, and the run options. An unknown flag is an error.
+
+    ``--adapt`` takes the adaptive version of the recipe's model: with ``--pretrained``, the paper's experiment of
+    plugging the adaptive modules into a trained default model.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--recipe", default=default, choices=sorted(recipes), help="the run to start from")
-    for cls, title in ((Recipe, "recipe overrides"), (RunOptions, "run options")):
+    parser.add_argument("--adapt", action="store_true", help="the adaptive version of the model, with its weights")
+    kind = type(recipes[default])
+    for cls, title in ((kind, "recipe overrides"), (RunOptions, "run options")):
         group = parser.add_argument_group(title)
         hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):
             if f.name not in ("model_args", "target"):
                 group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, **_parser_type(hints[f.name]))
     chosen = vars(parser.parse_args(arguments))
-    name = chosen.pop("recipe")
+    name, adapt = chosen.pop("recipe"), chosen.pop("adapt")
     chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
     run_names = {f.name for f in dataclasses.fields(RunOptions)}
     overrides = {key: value for key, value in chosen.items() if key not in run_names}
+    recipe = dataclasses.replace(recipes[name], **overrides)
+    if adapt:
+        recipe = dataclasses.replace(recipe, model="a_" + recipe.model.removeprefix("a_"))
     options = {"output_dir": f"outputs/{name}", **{key: value for key, value in chosen.items() if key in run_names}}
-    return name, dataclasses.replace(recipes[name], **overrides), RunOptions(**options)
+    return name, recipe, RunOptions(**options)

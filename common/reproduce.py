@@ -10,13 +10,14 @@ from typing import Any
 
 from .engine import train
 from .recipe import Recipe, RunOptions
+from .sources import KNOWN
 from .tables import format_table, write_json
 
 __all__ = ["main", "rescale"]
 
 SCALES = {
     "full": "the paper's schedule",
-    "short": "30 epochs in batches of 256: about half an hour for two rows on one H200",
+    "short": "30 epochs of CIFAR, 3 of ImageNet, in batches of 256: one H200 does two CIFAR rows in half an hour",
     "smoke": "two epochs of the micro model on some digits: a CPU minute, to see that everything runs",
 }
 
@@ -26,9 +27,12 @@ def rescale(recipe: Recipe, scale: str) -> Recipe:
     if scale == "full":
         return recipe
     if scale == "short":
-        return replace(recipe, epochs=30, batch_size=256, warmup_epochs=recipe.warmup_epochs * 30 / recipe.epochs)
+        epochs = min(recipe.epochs, 3 if "imagenet" in recipe.data else 30)
+        return replace(recipe, epochs=epochs, batch_size=256,
+                       warmup_epochs=recipe.warmup_epochs * epochs / recipe.epochs)  # fmt: skip
     micro = re.sub(r"_[a-z0-9]+$", "_micro", recipe.model)
-    return replace(recipe, model=micro, data="digits", epochs=2, batch_size=32, warmup_epochs=1.0, resize=None)
+    return replace(recipe, model=micro, data="digits", epochs=2, batch_size=32, warmup_epochs=1.0, resize=None,
+                   crop=False)  # fmt: skip
 
 
 def main(
@@ -36,26 +40,33 @@ def main(
 ) -> list[dict[str, Any]]:
     """A folder's ``reproduce.py``."""
     rows = [name for name, recipe in recipes.items() if recipe.target]
+    cifar10 = [name for name in rows if recipes[name].data == "uoft-cs/cifar10"]
     scales = "; ".join(f"{name}: {what}" for name, what in SCALES.items())
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
+    parser.add_argument("--rows", nargs="+", choices=rows, default=cifar10, help="rows of the paper's tables")
     parser.add_argument("--scale", choices=SCALES, default="full", help=scales)
-    parser.add_argument("--data", help="a folder, if the data set is not to come from where the recipe says")
+    parser.add_argument("--data", help="a folder, if the data set of these rows is not to come from the Hub")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/reproduce"))
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args(arguments)
 
+    def directory(row: str) -> Path:
+        return args.output_dir / args.scale / f"{rescale(recipes[row], args.scale).model}_{row}"
+
+    smoke = args.scale == "smoke"
     table = []
     for name in args.rows:
         recipe = rescale(recipes[name], args.scale)
-        if args.data and args.scale != "smoke":
+        expected = None if smoke else KNOWN.get(recipe.data)
+        if args.data and not smoke:
             recipe = replace(recipe, data=args.data)
-        directory = args.output_dir / args.scale / f"{recipe.model}_{name}"
-        results = _finished(directory, recipe) or train(name, recipe, RunOptions(
-            output_dir=str(directory), mixed_precision=args.mixed_precision, compile=args.compile,
-            limit=160 if args.scale == "smoke" else None, resume_from_checkpoint="latest",
-            checkpointing_steps=0 if args.scale == "smoke" else 1000))  # fmt: skip
+        if recipe.pretrained and recipe.pretrained.startswith("row:"):  # a row that starts from another one's weights
+            recipe = replace(recipe, pretrained=str(directory(recipe.pretrained.removeprefix("row:"))))
+        results = _finished(directory(name), recipe) or train(name, recipe, RunOptions(
+            output_dir=str(directory(name)), mixed_precision=args.mixed_precision, compile=args.compile,
+            limit=160 if smoke else None, expected_rows=expected, resume_from_checkpoint="latest",
+            checkpointing_minutes=0 if smoke else 10))  # fmt: skip
         row: dict[str, Any] = {"row": name, "model": recipe.model, "epochs": recipe.epochs}
         for metric, paper in recipe.target.items():
             row |= {f"{metric} paper": paper, f"{metric} ours": results.get(metric)}

@@ -1,10 +1,15 @@
 """Random numbers by index: what happens to image i in epoch e is a function of (seed, e, i) and of nothing else, so
 that it does not depend on batch size, number of processes, workers, or where a run was interrupted."""
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["derive_seed", "hashed_uniform"]
+__all__ = ["derive_seed", "hashed_uniform", "seeded"]
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -27,3 +32,18 @@ def hashed_uniform(index: Tensor, columns: int, *seeds: int) -> Tensor:
 def derive_seed(*seeds: int) -> int:
     """One seed for a library's generator out of several numbers."""
     return int(hashed_uniform(torch.zeros(1, dtype=torch.long), 1, *seeds).item() * 2**31)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of Python, numpy and torch (CPU) inside, for libraries that draw from them; restore after."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

@@ -4,122 +4,167 @@ the Hub.
 A parquet folder has ``train*.parquet`` and ``test*``, ``val*`` or ``validation*.parquet`` (also under ``data/``), with
 an image column (``img`` or ``image``: bytes, or a struct with ``bytes``) and a label column. An image tree has
 ``train/CLASS/FILE`` and ``val/CLASS/FILE`` (or ``test``, ``validation``).
+
+Small images of one size are decoded once, into memory; others stay encoded for the loader's workers.
 """
 
 import io
 import json
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from tqdm.auto import tqdm
 
-from .data import Arrays
+from .data import Arrays, Encoded, Split, check_rows
 
-__all__ = ["decode_image", "load_folder", "load_hub", "load_split"]
+__all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "decode_image",
+           "find_column", "load_folder", "load_hub", "load_split"]  # fmt: skip
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 EVALUATION_SPLITS = ("test", "validation", "val")
+SMALL = 96  # images up to this side are held in memory, decoded
+
+KNOWN = {
+    "uoft-cs/cifar10": (50_000, 10_000, 10),
+    "uoft-cs/cifar100": (50_000, 10_000, 100),
+    "ILSVRC/imagenet-1k": (1_281_167, 50_000, 1000),
+}
+"""Images to train, images to evaluate and classes of the paper's data sets."""
 
 
-def load_folder(folder: Path) -> tuple[Arrays, Arrays]:
-    """Train and evaluation split of a folder, decoded once to uint8. All images must have one size."""
+def load_folder(folder: Path, skip_broken: bool = False) -> tuple[Split, Split]:
+    """Train and evaluation split of a folder."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"no data folder {folder}: give 'digits' or a folder of parquet files or images")
-    train, test = load_split(folder, ("train",)), load_split(folder, EVALUATION_SPLITS)
+        raise FileNotFoundError(f"no data folder {folder}: give 'digits', a folder of parquet files or images, or a "
+                                "Hub id 'owner/name'")  # fmt: skip
+    train = load_split(folder, ("train",), skip_broken)
+    test = load_split(folder, EVALUATION_SPLITS, skip_broken)
     if train.classes != test.classes:
         count = max(len(train.classes), len(test.classes))
         if not all(name == str(i) for split in (train, test) for i, name in enumerate(split.classes)):
             raise ValueError(f"{folder}: train has classes {train.classes[:3]}..., test {test.classes[:3]}...")
         names = tuple(str(i) for i in range(count))
-        train, test = (Arrays(s.images, s.labels, names) for s in (train, test))
+        train, test = (replace(split, classes=names) for split in (train, test))  # type: ignore[type-var]
     return train, test
 
 
-def load_hub(name: str) -> tuple[Arrays, Arrays]:
+def load_hub(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
     """Train and evaluation split of a Hub dataset, ``owner/name`` or ``owner/name@revision``, through ``datasets``."""
-    try:
-        import datasets
-    except ImportError:
-        raise ImportError(f"{name} is on the Hub: pip install 'shift-equivariant-vits[hub-data]' to read it, or give a "
-                          "folder with its parquet files") from None  # fmt: skip
+    datasets = import_datasets(name)
     repository, _, revision = name.partition("@")
     found = datasets.load_dataset(repository, revision=revision or None)
     evaluation = next((split for split in EVALUATION_SPLITS if split in found), None)
     if "train" not in found or evaluation is None:
         raise ValueError(f"{name} has splits {sorted(found)}: expected train and one of {EVALUATION_SPLITS}")
-    return _from_dataset(found["train"], name), _from_dataset(found[evaluation], name)
+    # where the public test set has no labels, validation is what is measured
+    evaluation = "validation" if "validation" in found else evaluation
+    train, test = (from_dataset(found[split], f"{name} ({split})", skip_broken) for split in ("train", evaluation))
+    if repository in KNOWN:
+        check_rows(name, (len(train), len(test), len(train.classes)), KNOWN[repository])
+    return train, test
 
 
-def _from_dataset(dataset: Any, name: str) -> Arrays:
+def import_datasets(name: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError(f"{name} is read with the library 'datasets': pip install 'shift-equivariant-vits[hub-data]'"
+                          ", or give a folder with its parquet files") from None  # fmt: skip
+    return datasets
+
+
+def from_dataset(dataset: Any, name: str, skip_broken: bool = False) -> Split:
+    """A split of a (memory-mapped) dataset of the library ``datasets``."""
     import datasets
 
-    image, label = (_column(dataset.column_names, wanted, name) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS))
-    cells = dataset.cast_column(image, datasets.Image(decode=False))[image]
-    labels = torch.tensor(list(dataset[label]), dtype=torch.long)
-    images = _decode_all(list(cells), lambda cell: decode_image(cell["bytes"]), lambda i: f"row {i} of {name}")
+    image, label = (find_column(dataset.column_names, wanted, name) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS))
+    rows = dataset.cast_column(image, datasets.Image(decode=False)).select_columns([image])
     feature = dataset.features[label]
+    labels = torch.tensor(list(dataset[label]), dtype=torch.long)
     names = feature.names if isinstance(feature, datasets.ClassLabel) else range(int(labels.max()) + 1)
-    return Arrays(images, labels, tuple(str(n) for n in names))
+    return _split(range(len(rows)), partial(_read_row, rows, image), labels, tuple(str(n) for n in names),
+                  partial(_row_name, name), skip_broken)  # fmt: skip
 
 
-def load_split(folder: Path, names: Iterable[str]) -> Arrays:
+def load_split(folder: Path, names: Iterable[str], skip_broken: bool = False) -> Split:
     """The first split of a folder that goes by one of ``names``."""
     for name in names:
         files = sorted([*folder.glob(f"{name}*.parquet"), *folder.glob(f"data/{name}*.parquet")])
         if files:
-            return _read_parquet(files)
+            return _read_parquet(files, skip_broken)
         if (folder / name).is_dir():
-            return _read_tree(folder / name)
+            return _read_tree(folder / name, skip_broken)
     found = sorted(p.name for p in folder.iterdir())[:8]
     raise FileNotFoundError(
         f"{folder} has neither {'/'.join(names)}*.parquet nor such a folder of images; it holds {found}"
     )
 
 
-def _read_parquet(files: list[Path]) -> Arrays:
+def _read_parquet(files: list[Path], skip_broken: bool) -> Split:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         schema = pq.read_schema(files[0])
-        columns = [_column(schema.names, wanted, files[0]) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS)]
+        columns = [find_column(schema.names, wanted, files[0]) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS)]
         table = pa.concat_tables([pq.read_table(file, columns=columns) for file in files])
     except pa.ArrowException as error:
         raise ValueError(f"{files[0].parent} holds no readable parquet ({error}): fetch the files again") from None
-    cells = table.column(columns[0]).to_pylist()
+    cells = table.column(columns[0])
     labels = torch.tensor(table.column(columns[1]).to_pylist(), dtype=torch.long)
-    images = _decode_all(cells, lambda cell: decode_image(cell["bytes"] if isinstance(cell, dict) else cell),
-                         lambda i: f"row {i} of {files[0].parent}/{files[0].name}")  # fmt: skip
     stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     names = stored.get("info", {}).get("features", {}).get(columns[1], {}).get("names")
-    classes = tuple(names) if names else tuple(str(i) for i in range(int(labels.max()) + 1))
-    return Arrays(images, labels, classes)
+    classes = tuple(names) if names else tuple(str(i) for i in range(max(labels.tolist(), default=-1) + 1))
+    return _split(range(len(cells)), partial(_read_cell, cells), labels, classes,
+                  partial(_row_name, f"{files[0].parent}/{files[0].name}"), skip_broken)  # fmt: skip
 
 
-def _column(have: list[str], wanted: tuple[str, ...], file: Path | str) -> str:
+# how a split reads an item and what it calls it: plain functions, so that a split can be sent to workers
+
+
+def _read_cell(cells: Any, i: int) -> np.ndarray:
+    cell = cells[i].as_py()
+    return decode_image(cell["bytes"] if isinstance(cell, dict) else cell)
+
+
+def _read_row(rows: Any, column: str, i: int) -> np.ndarray:
+    return decode_image(rows[i][column]["bytes"])
+
+
+def _read_path(path: Path) -> np.ndarray:
+    return decode_image(path.read_bytes())
+
+
+def _row_name(where: str, i: int) -> str:
+    return f"row {i} of {where}"
+
+
+def find_column(have: list[str], wanted: tuple[str, ...], file: Path | str) -> str:
     for name in wanted:
         if name in have:
             return name
     raise ValueError(f"{file} has columns {have}, but none of {wanted}: rename one of them")
 
 
-def _read_tree(folder: Path) -> Arrays:
+def _read_tree(folder: Path, skip_broken: bool) -> Split:
     classes = sorted(p.name for p in folder.iterdir() if p.is_dir())
     items = [(path, label) for label, name in enumerate(classes) for path in sorted((folder / name).iterdir())
              if path.suffix.lower() in IMAGE_SUFFIXES]  # fmt: skip
     if not items:
         raise FileNotFoundError(f"no images under {folder}: expected {folder}/CLASS/FILE.jpg (or png, webp, bmp)")
-    images = _decode_all([path for path, _ in items], lambda path: decode_image(path.read_bytes()),
-                         lambda i: str(items[i][0]))  # fmt: skip
-    return Arrays(images, torch.tensor([label for _, label in items]), tuple(classes))
+    labels = torch.tensor([label for _, label in items])
+    return _split([path for path, _ in items], _read_path, labels, tuple(classes), str, skip_broken)
 
 
 def decode_image(content: bytes) -> np.ndarray:
@@ -130,18 +175,38 @@ def decode_image(content: bytes) -> np.ndarray:
             return np.asarray(image.convert("RGB"))
 
 
-def _decode_all(items: list[Any], decode: Callable[[Any], np.ndarray], where: Callable[[int], str]) -> torch.Tensor:
-    """Decode in threads, into one array; a broken image is named."""
-
-    def one(pair: tuple[int, Any]) -> np.ndarray:
+def _split(items: Sequence[Any], read: Callable[[Any], np.ndarray], labels: Tensor, classes: tuple[str, ...],
+           name: Callable[[Any], str], skip_broken: bool) -> Split:  # fmt: skip
+    """Small images of one size (judged by a few from all over the split) in memory, others encoded."""
+    encoded = Encoded(items, read, labels, classes, name, skip_broken)
+    shapes = set()
+    for i in torch.linspace(0, len(items) - 1, min(len(items), 32)).long().tolist():
         try:
-            return decode(pair[1])
+            shapes.add(read(items[i]).shape)
+        except Exception:  # named, or skipped, where the image is used
+            continue
+    small = len(shapes) == 1 and max(next(iter(shapes))) <= SMALL
+    return _in_memory(encoded) if small else encoded
+
+
+def _in_memory(split: Encoded) -> Split:
+    """Decode all images, in threads, into one array; a broken image is named, or left out and counted."""
+
+    def one(item: Any) -> np.ndarray | None:
+        try:
+            return split.read(item)
         except Exception as error:
-            raise ValueError(f"{where(pair[0])} is not a readable image ({error}): repair or drop it") from None
+            if split.skip_broken:
+                return None
+            raise ValueError(f"{split.name(item)} is not a readable image ({error}): repair or drop it, or use "
+                             "--skip_broken") from None  # fmt: skip
 
     with ThreadPoolExecutor() as pool:
-        arrays = list(tqdm(pool.map(one, enumerate(items)), total=len(items), desc="decode", leave=False))
-    sizes = {array.shape for array in arrays}
-    if len(sizes) > 1:
-        raise ValueError(f"images have {len(sizes)} different sizes ({sorted(sizes)[:3]}...): resize them to one first")
-    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
+        arrays = list(tqdm(pool.map(one, split.items), total=len(split), desc="decode", leave=False))
+    whole = [i for i, array in enumerate(arrays) if array is not None]
+    if len(whole) < len(arrays):
+        warnings.warn(f"{len(arrays) - len(whole)} of {len(arrays)} images are not readable and left out", stacklevel=2)
+    if len({array.shape for array in arrays if array is not None}) > 1:
+        return split
+    images = torch.from_numpy(np.stack([arrays[i] for i in whole])).permute(0, 3, 1, 2).contiguous()
+    return Arrays(images, split.labels[whole], split.classes)

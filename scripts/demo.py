@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from common import from_pretrained
-from common.data import Preprocess, load_data
+from common.data import load_data
 from common.evaluation import evaluate
 from common.metrics import c_cons, predict
+from common.preprocess import Preprocess
 from common.tables import format_table, write_json
 from swin.recipes import RECIPES
 

@@ -14,7 +14,9 @@ from tqdm.auto import tqdm
 
 from common import create_model, from_pretrained, list_models
 from common.classifier import Classifier
-from common.data import Preprocess, load_data
+from common.data import load_data
+from common.hub import resolve_file
+from common.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.shifts import random_shifts, roll
 from common.tables import format_table, write_json
 
@@ -38,7 +40,10 @@ def main() -> None:
     rows = []
     for name in args.models:
         model = load(name, len(split.classes)).to(args.device)
-        preprocess = Preprocess(size=model.img_size, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+        if name in list_models():
+            preprocess = Preprocess(size=model.img_size, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+        else:
+            preprocess = Preprocess.load(resolve_file(name, PREPROCESSOR_NAME))
         for precision in args.precisions:
             same_bits, same_label = count(model, split.images, preprocess, precision, args.batch_size)
             rows.append({"model": name, "precision": precision, "device": device_name(args.device),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from common.recipe import Recipe
 
 DIGITS = Recipe(model="a_swinv2_micro", data="digits", epochs=60, batch_size=64, lr=4e-3, lr_batch=64, warmup_epochs=5,
-                warmup_lr=1e-5, min_lr=1e-5, label_smoothing=0.1, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5),
+                warmup_lr=1e-5, min_lr=1e-5, label_smoothing=0.1, mean=(0.0, 0.0, 0.0), std=(0.35, 0.35, 0.35),
                 rotate=10.0, scale=0.1)  # fmt: skip
 """Embedded digits, for a laptop: 60 epochs x 22 steps of 64 images, one process.
 
@@ -41,10 +41,44 @@ CIFAR100_DEFAULT = replace(CIFAR10_DEFAULT, data="uoft-cs/cifar100",
                            target={"top1": 69.78, "c_cons": 75.23, "s_cons": 80.42})  # fmt: skip
 """CIFAR-100, default model: 69.78 % top-1, 75.23 % C-Cons; 69.67 %, 80.42 % S-Cons."""
 
+IMAGENET = Recipe(model="a_swinv2_tiny", data="ILSVRC/imagenet-1k", epochs=300, batch_size=1024, lr=5e-4, lr_batch=512,
+                  warmup_epochs=20, warmup_lr=5e-7, min_lr=5e-6, clip_grad=5.0, drop_path=0.2, label_smoothing=0.1,
+                  resize=292, flip=True, metrics=("top1", "c_cons"),
+                  target={"top1": 79.91, "c_cons": 99.98})  # fmt: skip
+"""ImageNet, circular shifts (tab. class_imagenet): 79.91 % top-1, 99.98 % C-Cons.
+
+Eight A100 x 128 images = 1024, learning rate 5e-4 x 1024/512 = 1e-3, 300 epochs, one seed. Images are resized to
+292 x 292 and cropped to 256 at the centre; augmentation is a horizontal flip (tab. supp_class_aug_circular).
+
+``accelerate launch --config_file scripts/accelerate/eight_gpus.yaml swinv2/train.py --recipe imagenet``
+"""
+
+IMAGENET_DEFAULT = replace(IMAGENET, model="swinv2_tiny",
+                           target={"top1": 78.95, "c_cons": 87.68})  # fmt: skip
+"""ImageNet, circular shifts, default model: 78.95 % top-1, 87.68 % C-Cons."""
+
+IMAGENET_STANDARD = replace(IMAGENET, rand_augment="rand-m9-mstd0.5-inc1", erase=0.25, mixup=0.8, cutmix=1.0,
+                            crop=True, metrics=("top1", "s_cons"), target={"top1": 82.1, "s_cons": 94.04})  # fmt: skip
+"""ImageNet, standard shifts (tab. class_imagenet): 82.10 % top-1, 94.04 % S-Cons.
+
+The size as above, no random crop, then a flip, RandAugment and random erasing (tab. supp_class_aug_standard_swin), with
+the original's mixup of 0.8, cutmix of 1.0. S-Cons shifts the 292 x 292 image under the centre crop.
+
+``accelerate launch --config_file scripts/accelerate/eight_gpus.yaml swinv2/train.py --recipe imagenet_standard``
+"""
+
+IMAGENET_STANDARD_DEFAULT = replace(IMAGENET_STANDARD, model="swinv2_tiny",
+                                    target={"top1": 81.76, "s_cons": 93.24})  # fmt: skip
+"""ImageNet, standard shifts, default model: 81.76 % top-1, 93.24 % S-Cons."""
+
 RECIPES = {
     "digits": DIGITS,
     "cifar10": CIFAR10,
     "cifar10_default": CIFAR10_DEFAULT,
     "cifar100": CIFAR100,
     "cifar100_default": CIFAR100_DEFAULT,
+    "imagenet": IMAGENET,
+    "imagenet_default": IMAGENET_DEFAULT,
+    "imagenet_standard": IMAGENET_STANDARD,
+    "imagenet_standard_default": IMAGENET_STANDARD_DEFAULT,
 }

@@ -1,7 +1,10 @@
 """What the tests share: one thread per process, real photographs, awkward images, weights that hide nothing."""
 
+import os
 from pathlib import Path
 from typing import TypeVar
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before any import: no test may depend on a network
 
 import pytest
 import torch

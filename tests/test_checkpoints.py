@@ -8,9 +8,10 @@ from conftest import DATA
 from torch import Tensor
 
 from common import from_pretrained
-from common.data import Preprocess, load_data
+from common.data import load_data
 from common.evaluation import load_for_evaluation
 from common.metrics import c_cons, top1
+from common.preprocess import Preprocess
 from common.shifts import random_shifts, roll
 from common.sources import load_split
 

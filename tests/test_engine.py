@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from common import from_pretrained
-from common.engine import EpochSampler, _schedule
+from common.data import EpochSampler
+from common.engine import _schedule
 from common.recipe import Recipe, parse_command_line
 from swin.recipes import RECIPES
 
@@ -147,7 +148,7 @@ def test_schedule_warms_up_then_follows_a_cosine() -> None:
         model="m", epochs=10, batch_size=64, lr=1e-3, lr_batch=32, warmup_epochs=2, warmup_lr=1e-4, min_lr=1e-5
     )
     assert recipe.scaled(recipe.lr) == pytest.approx(2e-3)
-    factor = _schedule(recipe, steps_per_epoch=5)
+    factor = _schedule(recipe, steps_per_epoch=5, total=50)
     values = [factor(step) for step in range(51)]
     assert values[0] == pytest.approx(0.1)
     assert values[10] == pytest.approx(1.0)
@@ -157,14 +158,24 @@ def test_schedule_warms_up_then_follows_a_cosine() -> None:
     assert values[10:] == sorted(values[10:], reverse=True)
 
 
+def test_poly_schedule_falls_in_a_line_after_its_warm_up() -> None:
+    recipe = Recipe(model="m", lr=6e-5, lr_batch=0, batch_size=16, schedule="poly", warmup_steps=10, warmup_lr=6e-11,
+                    min_lr=0.0)  # fmt: skip
+    assert recipe.scaled(recipe.lr) == 6e-5
+    factor = _schedule(recipe, steps_per_epoch=5, total=100)
+    assert [factor(step) for step in (0, 10, 50, 100)] == pytest.approx([1e-6, 0.9, 0.5, 0.0])
+
+
 def test_sampling_depends_on_seed_and_epoch() -> None:
-    sampler = EpochSampler(50, seed=3)
+    sampler = EpochSampler(50, seed=3, batch_size=8)
     first = list(sampler)
     sampler.set_epoch(1)
     second = list(sampler)
     sampler.set_epoch(0)
-    assert sorted(first) == sorted(second) == list(range(50))
-    assert first != second
+    assert len(first) == len(second) == 48  # whole batches only, whatever the accumulation
+    assert {epoch for epoch, _ in second} == {1}
+    assert len({index for _, index in first}) == 48
+    assert [index for _, index in first] != [index for _, index in second]
     assert list(sampler) == first
 
 

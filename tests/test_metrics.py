@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.data import Arrays, Preprocess, check_finite, load_data
+from common.data import Arrays, load_data
 from common.evaluation import evaluate
 from common.metrics import c_cons, s_cons, top1
+from common.preprocess import Preprocess, check_finite
 
 
 def by_brightest_column(x: Tensor) -> Tensor:

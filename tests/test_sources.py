@@ -11,9 +11,12 @@ import pytest
 import torch
 from conftest import DATA
 from PIL import Image
+from torch.utils.data import DataLoader
 
-from common.data import load_data
-from common.sources import _from_dataset, decode_image
+from common.data import Encoded, check_rows, load_data
+from common.preprocess import Preprocess
+from common.sources import KNOWN, decode_image, from_dataset
+from common.streaming import load_stream
 
 
 def encode(seed: int, size: tuple[int, int] = (8, 8), kind: str = "PNG") -> bytes:
@@ -61,7 +64,7 @@ def test_hub_datasets_become_the_same_arrays(tmp_path: Path) -> None:
 
     features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
     rows = {"img": [{"bytes": encode(i), "path": None} for i in range(3)], "label": [1, 0, 1]}
-    arrays = _from_dataset(datasets.Dataset.from_dict(rows, features=features), "local/test")
+    arrays = from_dataset(datasets.Dataset.from_dict(rows, features=features), "local/test")
     assert arrays.classes == ("cat", "dog")
     assert arrays.labels.tolist() == [1, 0, 1]
     assert torch.equal(arrays.images[2].permute(1, 2, 0), torch.from_numpy(decode_image(encode(2)).copy()))
@@ -83,12 +86,79 @@ def test_broken_data_are_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", good, [0, 1, 2], label="class")
     with pytest.raises(ValueError, match="has columns .* but none of"):
         load_data(str(tmp_path))
-    write_parquet(tmp_path / "train.parquet", [*good[:2], encode(3, (9, 9))], [0, 1, 2])
-    with pytest.raises(ValueError, match="2 different sizes"):
-        load_data(str(tmp_path))
     (tmp_path / "train.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(ValueError, match="no readable parquet"):
         load_data(str(tmp_path))
+
+
+def test_broken_images_can_be_left_out_and_are_counted(tmp_path: Path) -> None:
+    good = [encode(i) for i in range(4)]
+    write_parquet(tmp_path / "test.parquet", good, [0, 1, 2, 0])
+    write_parquet(tmp_path / "train.parquet", [good[0], b"not an image", *good[2:]], [0, 1, 2, 0])
+    with pytest.warns(UserWarning, match="1 of 4 images are not readable"):
+        train, _ = load_data(str(tmp_path), skip_broken=True)
+    assert train.labels.tolist() == [0, 2, 0]
+
+
+@pytest.mark.parametrize("sizes", [((120, 90), (120, 90)), ((8, 8), (9, 12))], ids=["large", "of different sizes"])
+def test_large_images_stay_encoded_until_they_are_used(tmp_path: Path, sizes: tuple[tuple[int, int], ...]) -> None:
+    """What does not fit an array, or would fill the memory, is decoded by workers, to the canvas' size."""
+    content = [encode(i, sizes[i % 2]) for i in range(4)]
+    write_parquet(tmp_path / "test.parquet", content, [0, 1, 2, 0])
+    write_parquet(tmp_path / "train.parquet", [content[0], b"not an image", *content[2:]], [0, 1, 2, 0])
+    train, test = load_data(str(tmp_path))
+    assert isinstance(train, Encoded)
+    preprocess = Preprocess(size=(24, 32))
+    loader = DataLoader(test.prepared(preprocess), batch_size=4, num_workers=1)
+    images, labels, index = test.fetch(next(iter(loader)))
+    assert images.shape == (4, 3, 24, 32)
+    assert (labels.tolist(), index.tolist()) == ([0, 1, 2, 0], [0, 1, 2, 3])
+    expected = Image.open(io.BytesIO(content[2])).resize((32, 24), Image.Resampling.BICUBIC)
+    assert torch.equal(images[2].permute(1, 2, 0), torch.from_numpy(np.array(expected)))
+    with pytest.raises(ValueError, match="row 1 of .*train.parquet is not a readable image.*--skip_broken"):
+        train.prepared(preprocess)[1]
+    skipping = load_data(str(tmp_path), skip_broken=True)[0].prepared(preprocess)
+    assert isinstance(skipping, Encoded)
+    assert skipping[(0, 1)][1:] == (2, 2)  # in training the next one takes its place
+    assert skipping[1][1] == -1  # in evaluation it does not count
+    assert skipping.broken.sum() == 1
+
+
+def test_incomplete_data_sets_are_refused() -> None:
+    """A table measured on half a data set is not that table."""
+    check_rows("cifar10", (50_000, 10_000, 10), KNOWN["uoft-cs/cifar10"])
+    with pytest.raises(ValueError, match="cifar10 has 49,999 training images instead of 50,000, 9 classes instead"):
+        check_rows("cifar10", (49_999, 10_000, 9), KNOWN["uoft-cs/cifar10"])
+
+
+def write_hub_parquet(path: Path, count: int, size: tuple[int, int] = (16, 16)) -> None:
+    """As the Hub keeps its data sets: class names in the file's metadata."""
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    rows = {"image": [{"bytes": encode(i, size), "path": None} for i in range(count)],
+            "label": [i % 2 for i in range(count)]}  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(path)
+
+
+def test_streams_give_every_image_once_and_shuffle_by_epoch(tmp_path: Path) -> None:
+    for shard in range(2):
+        write_hub_parquet(tmp_path / f"train-{shard}.parquet", 10)
+    write_hub_parquet(tmp_path / "validation.parquet", 4)
+    seen = {}
+    for rank, epoch in ((0, 0), (0, 1), (1, 0)):
+        train, test = load_stream(str(tmp_path))
+        assert (len(train), len(test), train.classes) == (20, 4, ("cat", "dog"))
+        train.prepared(Preprocess(size=(16, 16)), seed=3).shard(rank, 2).set_epoch(epoch)
+        seen[rank, epoch] = [(image.sum().item(), label, index) for image, label, index in train]
+    assert {len(part) for part in seen.values()} == {10}
+    assert seen[0, 0] != seen[0, 1]
+    first = [*seen[0, 0], *seen[1, 0]]  # what two processes see in an epoch
+    assert len({index for _, _, index in first}) == 20
+    assert sorted(total for total, _, _ in first) == sorted(
+        2 * [int(decode_image(encode(i, (16, 16))).sum()) for i in range(10)]
+    )
 
 
 def test_a_decompression_bomb_is_refused() -> None:

@@ -1,0 +1,172 @@
+"""From uint8 images to what a model takes: resize, crop, augment, normalise, on whole batches where the images are.
+
+What happens to image i in epoch e depends on (seed, e, i) alone, so neither batch size nor number of processes nor an
+interruption changes it. Only RandAugment works image by image, in the loader's workers (``RandomOperations``), and
+only mixup and cutmix look at a whole batch (``Mixing``).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from timm.data.auto_augment import rand_augment_transform
+from timm.data.mixup import Mixup
+from torch import Tensor
+
+from .seeding import derive_seed, hashed_uniform, seeded
+from .shifts import circular_shift
+
+__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "PREPROCESSOR_NAME", "Mixing", "Preprocess", "RandomOperations",
+           "check_finite"]  # fmt: skip
+
+PREPROCESSOR_NAME = "preprocessor_config.json"
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """uint8 images (B, 3, h, w) -> normalised float images of the model's size, by resizing and a centre crop.
+
+    ``resize`` is the size before the crop (None: the crop itself). Training adds, per image: a horizontal flip, a small
+    rotation and scaling, a circular shift, a rectangle of noise with probability ``erase``.
+    """
+
+    size: tuple[int, int]
+    resize: int | None = None
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+    flip: bool = False
+    rotate: float = 0.0
+    scale: float = 0.0
+    circular: bool = False
+    erase: float = 0.0
+
+    @property
+    def canvas_size(self) -> tuple[int, int]:
+        """(height, width) that images are resized to, before the crop."""
+        return (self.resize, self.resize) if self.resize else self.size
+
+    def save(self, directory: Path) -> None:
+        """Write what evaluation needs beside a model, as preprocessor_config.json."""
+        stored = {key: getattr(self, key) for key in ("size", "resize", "mean", "std")}
+        (directory / PREPROCESSOR_NAME).write_text(json.dumps(stored, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "Preprocess":
+        stored = json.loads(path.read_text())
+        if unknown := sorted(set(stored) - {"size", "resize", "mean", "std"}):
+            raise ValueError(f"{path} has unknown keys {unknown}")
+        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
+        return cls(**arguments)
+
+    def canvas(self, images: Tensor) -> Tensor:
+        """Normalised and resized, not yet cropped: what a standard shift with a crop starts from."""
+        mean, std = (torch.tensor(v, device=images.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
+        x = (images.float() / 255 - mean) / std  # before resizing: fewer pixels where images are small
+        height, width = self.canvas_size
+        if x.shape[-2:] != (height, width):
+            shrink = x.shape[-2] > height or x.shape[-1] > width
+            x = F.interpolate(x, (height, width), mode="bilinear", antialias=shrink, align_corners=False)
+        return x
+
+    def crop(self, x: Tensor) -> Tensor:
+        top, left = ((have - want) // 2 for have, want in zip(x.shape[-2:], self.size, strict=True))
+        return x[..., top : top + self.size[0], left : left + self.size[1]]
+
+    def evaluate(self, images: Tensor) -> Tensor:
+        return self.crop(self.canvas(images))
+
+    def train(self, images: Tensor, index: Tensor, *seeds: int) -> Tensor:
+        u = hashed_uniform(index, 6, *seeds).float()
+        x = images
+        if self.rotate or self.scale:
+            x = _affine(x.float(), (2 * u[:, 0] - 1) * self.rotate, 1 + (2 * u[:, 1] - 1) * self.scale)
+        if self.flip:
+            x = torch.where((u[:, 2] < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
+        x = self.evaluate(x)
+        if self.circular:
+            x = circular_shift(x, (u[:, 3:5] * torch.tensor(x.shape[-2:], device=x.device)).long())
+        return _erase(x, index, self.erase, *seeds) if self.erase else x
+
+
+def _affine(x: Tensor, degrees: Tensor, scale: Tensor) -> Tensor:
+    """Rotate and scale every image about its centre; zeros come in."""
+    radians = torch.deg2rad(degrees)
+    cos, sin, zero = torch.cos(radians) / scale, torch.sin(radians) / scale, torch.zeros_like(scale)
+    theta = torch.stack([cos, -sin, zero, sin, cos, zero], 1).view(-1, 2, 3)
+    grid = F.affine_grid(theta, list(x.shape), align_corners=False)
+    return F.grid_sample(x, grid, align_corners=False)
+
+
+def _erase(x: Tensor, index: Tensor, probability: float, *seeds: int, tries: int = 10) -> Tensor:
+    """Random erasing: noise in one rectangle of 2-33 % of the image, sides 0.3-3.3 to one; the first of ``tries``
+    rectangles that fits."""
+    batch, channels, height, width = x.shape
+    u = hashed_uniform(index, 4 * tries + 1, *seeds, 1)  # another stream than the other augmentations
+    chosen, u = u[:, 0] < probability, u[:, 1:].view(batch, tries, 4)
+    area = (0.02 + (1 / 3 - 0.02) * u[..., 0]) * height * width
+    ratio = torch.exp((2 * u[..., 1] - 1) * np.log(10 / 3))
+    h, w = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
+    fits = (h < height) & (w < width)
+    first = fits.byte().argmax(1, keepdim=True)
+    chosen = chosen & fits.any(1)
+    h, w = h.gather(1, first), w.gather(1, first)  # B, 1
+    top = (u[..., 2].gather(1, first) * (height - h + 1)).floor()
+    left = (u[..., 3].gather(1, first) * (width - w + 1)).floor()
+    row, column = (torch.arange(n, device=x.device) for n in (height, width))
+    inside = ((row >= top) & (row < top + h))[:, :, None] & ((column >= left) & (column < left + w))[:, None, :]
+    start = (hashed_uniform(index, 1, *seeds, 2) * 2**52).long()  # B, 1
+    pixel = torch.arange(channels * height * width, device=x.device)
+    normal = torch.special.ndtri(hashed_uniform((start + pixel).flatten(), 1).clamp_min(1e-9))
+    return torch.where((inside & chosen.view(-1, 1, 1))[:, None], normal.view_as(x).to(x.dtype), x)
+
+
+@dataclass(frozen=True)
+class RandomOperations:
+    """RandAugment on one resized image, by timm's specification such as ``rand-m9-mstd0.5-inc1``; then the crop.
+
+    Shapes: (H, W, 3) uint8 array -> (h, w, 3).
+    """
+
+    specification: str
+    size: tuple[int, int]
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+
+    def __post_init__(self) -> None:
+        fill = tuple(min(255, round(255 * m)) for m in self.mean)
+        limits = {"translate_const": int(min(self.size) * 0.45), "img_mean": fill}
+        object.__setattr__(self, "operations", rand_augment_transform(self.specification, limits))
+
+    def __call__(self, image: Image.Image, *seeds: int) -> Image.Image:
+        left, top = (image.width - self.size[1]) // 2, (image.height - self.size[0]) // 2
+        image = image.crop((left, top, left + self.size[1], top + self.size[0]))
+        with seeded(derive_seed(*seeds)):
+            return self.operations(image)  # type: ignore[attr-defined]
+
+
+class Mixing:
+    """Mixup and cutmix of a batch (one of the two per batch, with its mirror), and smoothed soft targets; by timm."""
+
+    def __init__(self, *, mixup: float, cutmix: float, label_smoothing: float, num_classes: int) -> None:
+        self.mix = Mixup(mixup_alpha=mixup, cutmix_alpha=cutmix, label_smoothing=label_smoothing,
+                         num_classes=num_classes)  # fmt: skip
+
+    def __call__(self, images: Tensor, labels: Tensor, *seeds: int) -> tuple[Tensor, Tensor]:
+        if len(images) % 2:
+            raise ValueError(f"mixup and cutmix pair the images of a batch, but {len(images)} per process and step is "
+                             "odd: choose another --batch_size, or --mixup 0 --cutmix 0")  # fmt: skip
+        with seeded(derive_seed(*seeds)):
+            return self.mix(images.contiguous(), labels)
+
+
+def check_finite(images: Tensor, where: str) -> None:
+    """Raise on NaN or Inf. Called where images enter the program, never in a forward."""
+    if not torch.isfinite(images).all():
+        bad = (~torch.isfinite(images)).flatten(1).any(1).nonzero().flatten().tolist()
+        raise ValueError(f"{where}: images {bad[:5]} of the batch hold NaN or Inf; repair or drop them")

@@ -1,0 +1,119 @@
+"""What a training run is about: model, data, loss, measurements. The loop in ``common.engine`` needs nothing else."""
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from .classifier import Classifier
+from .data import Split, check_rows, load_data
+from .evaluation import evaluate
+from .hub import WEIGHTS_NAME, HubModel, load_weights, resolve_file
+from .preprocess import Mixing, Preprocess, RandomOperations
+from .recipe import BaseRecipe, Recipe, RunOptions
+from .registry import create_model
+
+__all__ = ["Classification", "Task"]
+
+R = TypeVar("R", bound=BaseRecipe)
+
+
+class Task(ABC, Generic[R]):
+    """A model and its data. ``best`` is the metric that the best model is chosen by."""
+
+    best: ClassVar[str]
+    model: HubModel
+    train_split: Split
+
+    def __init__(self, recipe: R, options: RunOptions, accelerator: Accelerator) -> None:
+        self.recipe, self.options, self.accelerator = recipe, options, accelerator
+
+    @abstractmethod
+    def inputs(self, batch: Any, epoch: int, number: int) -> tuple[Tensor, Tensor]:
+        """Batch ``number`` of an epoch, as the loader gave it -> normalised images and targets."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+        """The training loss of a batch."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> dict[str, Any]:
+        """The recipe's metrics, over all processes."""
+
+    @abstractmethod
+    def save(self, directory: Path, state: dict[str, Tensor]) -> None:
+        """Write the model with these weights, and what it takes to use it."""
+
+
+class Classification(Task[Recipe]):
+    """Images to one label each."""
+
+    best = "top1"
+    model: Classifier
+
+    def __init__(self, recipe: Recipe, options: RunOptions, accelerator: Accelerator) -> None:
+        super().__init__(recipe, options, accelerator)
+        train, test = self.load()
+        self.model = self.build(len(train.classes))
+        keys = ("resize", "mean", "std", "flip", "rotate", "scale", "circular", "erase")
+        self.preprocess = Preprocess(size=self.model.img_size, **{key: getattr(recipe, key) for key in keys})
+        # RandAugment works on the crop, in the workers: what comes from them then needs no resizing here
+        operations = RandomOperations(recipe.rand_augment, self.model.img_size) if recipe.rand_augment else None
+        self.in_training = replace(self.preprocess, resize=None) if operations else self.preprocess
+        self.train_split = train.prepared(self.preprocess, operations, recipe.seed).to(accelerator.device)
+        self.test_split = test.to(accelerator.device)
+        self.mixing = Mixing(mixup=recipe.mixup, cutmix=recipe.cutmix, label_smoothing=recipe.label_smoothing,
+                             num_classes=len(train.classes)) if recipe.mixup or recipe.cutmix else None  # fmt: skip
+
+    def load(self) -> tuple[Split, Split]:
+        options = self.options
+        if options.streaming:
+            from .streaming import load_stream
+
+            train, test = load_stream(self.recipe.data, options.skip_broken)
+        else:
+            train, test = load_data(self.recipe.data, options.skip_broken)  # type: ignore[assignment]
+        if options.expected_rows:
+            check_rows(self.recipe.data, (len(train), len(test), len(train.classes)), options.expected_rows)
+        return train.head(options.limit), test.head(options.limit)
+
+    def build(self, classes: int) -> Classifier:
+        recipe = self.recipe
+        arguments = {"num_classes": classes, **recipe.model_args}
+        if recipe.drop_path is not None:
+            arguments["drop_path_rate"] = recipe.drop_path
+        model = create_model(recipe.model, **arguments)
+        if not isinstance(model, Classifier):
+            raise TypeError(f"{recipe.model} is no classifier: see segmentation/train.py")
+        if recipe.pretrained:
+            fresh = load_weights(model, resolve_file(recipe.pretrained, WEIGHTS_NAME), may_differ="head.")
+            said = f" but {', '.join(fresh)}, which starts anew for {classes} classes" if fresh else ""
+            self.accelerator.print(f"weights of {recipe.pretrained}{said}")
+        model.freeze(recipe.freeze)
+        model.set_grad_checkpointing(self.options.gradient_checkpointing)
+        return model
+
+    def inputs(self, batch: Any, epoch: int, number: int) -> tuple[Tensor, Tensor]:
+        images, labels, index = self.train_split.fetch(batch)
+        images = self.in_training.train(images, index, self.recipe.seed, epoch)
+        if self.mixing is not None:
+            return self.mixing(images, labels, self.recipe.seed, epoch, number, self.accelerator.process_index)
+        return images, labels
+
+    def loss(self, model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+        smoothing = 0.0 if targets.is_floating_point() else self.recipe.label_smoothing  # mixed targets are smoothed
+        return F.cross_entropy(model(images), targets, label_smoothing=smoothing)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, Any]:
+        return evaluate(model, self.test_split, self.preprocess, self.recipe.metrics, accelerator=self.accelerator,
+                        seed=self.recipe.seed, batch_size=self.options.eval_batch_size, crop=self.recipe.crop,
+                        workers=self.options.dataloader_num_workers)  # fmt: skip
+
+    def save(self, directory: Path, state: dict[str, Tensor]) -> None:
+        self.preprocess.save(self.model.save_pretrained(directory, state))

@@ -1,0 +1,89 @@
+"""Augmentation: what happens to an image depends on (seed, epoch, index) and on nothing else."""
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from common.preprocess import Mixing, Preprocess, RandomOperations
+from common.seeding import seeded
+
+
+def images(count: int = 8, side: int = 32) -> Tensor:
+    return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8)
+
+
+def test_augmentation_does_not_depend_on_the_batch() -> None:
+    """Otherwise another number of processes, or a resumed run, would train on other images."""
+    preprocess = Preprocess(size=(32, 32), resize=36, flip=True, rotate=10, scale=0.1, circular=True, erase=0.5)
+    x, index = images(), torch.arange(100, 108)
+    whole = preprocess.train(x, index, 7, 3)
+    halves = torch.cat([preprocess.train(x[part], index[part], 7, 3) for part in (slice(0, 3), slice(3, 8))])
+    assert torch.allclose(whole, halves, atol=1e-6)
+    assert not torch.allclose(whole, preprocess.train(x, index, 7, 4), atol=1e-2)
+
+
+def test_erasing_puts_noise_into_one_rectangle() -> None:
+    """The share of erased images and the erased area are those of the original recipes."""
+    count = 400
+    preprocess = Preprocess(size=(32, 32), mean=(0, 0, 0), std=(1, 1, 1), erase=0.25)
+    x = preprocess.train(torch.zeros(count, 3, 32, 32, dtype=torch.uint8), torch.arange(count), 0, 0)
+    erased = x != 0
+    hit = erased.flatten(1).any(1)
+    assert 0.18 < hit.float().mean() < 0.32
+    rows, columns = erased.any(1).any(2), erased.any(1).any(1)  # B, side
+    area = rows.sum(1) * columns.sum(1)
+    assert torch.equal(erased.flatten(1).sum(1), 3 * area)  # a full rectangle, in all channels
+    share = area[hit] / 32**2
+    assert share.min() > 0.01
+    assert share.max() < 0.36
+    noise = x[erased]
+    assert abs(noise.mean()) < 0.02
+    assert abs(noise.std() - 1) < 0.02
+
+
+def test_resizing_and_normalising_commute() -> None:
+    """Small images are normalised before they are enlarged: it must be the same map."""
+    preprocess = Preprocess(size=(48, 48), resize=64)
+    x = images(2)
+    enlarged = torch.nn.functional.interpolate(x.float() / 255, (64, 64), mode="bilinear")
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (preprocess.mean, preprocess.std))
+    assert torch.allclose(preprocess.evaluate(x), ((enlarged - mean) / std)[..., 8:56, 8:56], atol=1e-5)
+
+
+def test_rand_augment_is_seeded_per_image() -> None:
+    operations = RandomOperations("rand-m9-mstd0.5-inc1", (24, 24))
+    image = Image.fromarray(images(1)[0].permute(1, 2, 0).numpy())
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    first, again, *others = (np.asarray(operations(image, 0, epoch, 5)) for epoch in (1, 1, 2, 3, 4, 5, 6))
+    assert first.shape == (24, 24, 3)
+    assert (first == again).all()
+    assert len({other.tobytes() for other in others}) > 2  # an operation is left out half of the time
+    assert torch.equal(torch.get_rng_state(), before[0])  # training's own random numbers go on undisturbed
+    assert (np.random.get_state()[1] == before[1]).all()
+
+
+def test_mixing_blends_images_and_targets_alike() -> None:
+    mixing = Mixing(mixup=0.8, cutmix=1.0, label_smoothing=0.1, num_classes=4)
+    x, labels = torch.rand(6, 3, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1])
+    mixed, targets = mixing(x.clone(), labels, 0, 1, 2)
+    again, _ = mixing(x.clone(), labels, 0, 1, 2)
+    assert torch.equal(mixed, again)
+    assert torch.allclose(targets.sum(1), torch.ones(6), atol=1e-6)
+    assert not torch.allclose(mixed, x)
+    kinds = set()
+    for number in range(12):  # one of the two per batch
+        mixed, targets = mixing(x.clone(), labels, 0, 0, number)
+        share = (mixed == x).float().mean().item()
+        kinds.add("cutmix" if share > 0.01 else "mixup")
+    assert kinds == {"cutmix", "mixup"}
+
+
+def test_seeded_blocks_restore_the_generators() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with seeded(1):
+        inside = torch.rand(3)
+    assert not torch.equal(inside, expected)
+    assert torch.equal(torch.rand(3), expected)
