@@ -12,19 +12,22 @@ all shifted copies are one array; otherwise scores are taken in float32 at least
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import kernels
 from .shifts import circular_pad, roll
 
 __all__ = [
     "Anchor",
     "ConvAnchor",
+    "Fold",
     "MergeAnchor",
     "Score",
+    "Strided",
     "WindowAnchor",
     "best_offset",
     "phase_scores",
@@ -72,6 +75,28 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.device.type == "mps" else x.double()  # MPS has no float64
 
 
+class Strided(NamedTuple):
+    """What matters of a strided convolution here: kernel, stride and padding, (height, width) each."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+
+    @classmethod
+    def of(cls, conv: nn.Conv2d) -> "Strided":
+        if isinstance(conv.padding, str):
+            raise ValueError(f"an anchored convolution needs its padding in pixels, not {conv.padding!r}")
+        return cls(*((int(pair[0]), int(pair[1])) for pair in (conv.kernel_size, conv.stride, conv.padding)))
+
+
+class Fold(NamedTuple):
+    """A LayerNorm of the patch, folded into the convolution: (W' p - mean ``sums``) / std + ``constant``."""
+
+    sums: Tensor
+    constant: Tensor
+    eps: float
+
+
 class Anchor(nn.Module):
     """What anchors share: how tokens count, the sketch, the precision of scores."""
 
@@ -108,10 +133,36 @@ class Anchor(nn.Module):
         """Tokens in the precision they are scored in."""
         return x if fast or x.dtype == torch.float64 else x.float()
 
-    def choose(self, t: Tensor, stride: tuple[int, int]) -> Tensor:
-        """(B, r, H, W) outputs of a strided operation at every position -> offsets (B, 2) of its best phase."""
+    def phases(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None, fold: Fold | None = None,
+               fast: bool = False) -> Tensor:  # fmt: skip
+        """(B, s_h, s_w) score of each phase of a strided convolution of x (B, C, H, W), with ``weight`` (r, C, k, k) in
+        place of its own and, with ``fold``, of normalised patches."""
+        if fast and weight.shape[1] == x.shape[1] and kernels.fits_phase_kernel(x, weight, conv.stride):
+            return self._phases_in_one_kernel(x, weight, conv, bias, fold)
+        t = at_every_position(x, weight, conv, bias)
         t = t if t.dtype == torch.float64 else t.float()
-        return best_offset(phase_scores(token_energy(t, self.score, 1), stride))
+        if fold is not None:
+            x = x if x.dtype == torch.float64 else x.float()
+            sums = torch.stack([x.sum(1), x.square().sum(1)], 1)
+            mean, square = F.avg_pool2d(circular_pad(sums, (0, 1, 0, 1)), 2, stride=1).div(x.shape[1]).split(1, 1)
+            inverse_std = (square - mean.square()).clamp_min(0).add(fold.eps).rsqrt()
+            t = (t - mean * fold.sums.view(1, -1, 1, 1)) * inverse_std + fold.constant.view(1, -1, 1, 1)
+        return phase_scores(token_energy(t, self.score, 1), conv.stride)
+
+    def _phases_in_one_kernel(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None,
+                              fold: Fold | None) -> Tensor:  # fmt: skip
+        (r, _, _, _), (_, _, height, width), stride = weight.shape, x.shape, conv.stride[0]
+        flat = weight.permute(2, 3, 1, 0).reshape(-1, r).contiguous()
+        constant = bias if fold is None else fold.constant
+        direction = _direction(r, x.float())
+        constant = torch.zeros_like(direction) if constant is None else constant.float()
+        sums = kernels.phase_energies(x, flat, constant, direction, None if fold is None else fold.sums.float(),
+                                      list(conv.padding), stride, 0.0 if fold is None else fold.eps)  # fmt: skip
+        energy, toward = sums.unflatten(1, (-1, stride)).double().sum(1).unbind(2)  # B, s, s
+        if self.score == "energy":
+            return energy
+        rms = (energy.sum((1, 2), keepdim=True) / (height * width)).sqrt()
+        return energy + 0.01 * rms * toward
 
     def extra_repr(self) -> str:
         return f"score={self.score!r}, sketch={self.sketch}"
@@ -127,7 +178,7 @@ class ConvAnchor(Anchor):
 
     def forward(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> tuple[Tensor, Tensor]:
         offset = self.offset(x, conv, fast)
-        return roll(x, offset), offset
+        return roll(x, offset, within=True), offset
 
     @torch.no_grad()
     def offset(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> Tensor:
@@ -136,24 +187,17 @@ class ConvAnchor(Anchor):
             weight, bias = conv.weight.to(x), None if conv.bias is None else conv.bias.to(x)
             if conv.groups == 1:
                 weight, bias = self.rows(weight), None if bias is None else self.rows(bias)
-            return self.choose(at_every_position(x, weight, conv, bias), numbers(conv.stride))
+            return best_offset(self.phases(x, weight, Strided.of(conv), bias, fast=fast))
 
 
-def at_every_position(x: Tensor, weight: Tensor, conv: nn.Conv2d, bias: Tensor | None = None) -> Tensor:
+def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None) -> Tensor:
     """A strided convolution's output at stride 1 on the torus, with other weights of the same kernel size.
 
     Padding (p, k - 1 - p) puts what the convolution gives for token j of phase m at position stride j + m.
     """
-    (kh, kw), (ph, pw) = conv.kernel_size, numbers(conv.padding)
+    (kh, kw), (ph, pw) = conv.kernel, conv.padding
     x = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))
     return F.conv2d(x, weight, bias, groups=x.shape[1] // weight.shape[1])
-
-
-def numbers(pair: Any) -> tuple[int, int]:
-    """A convolution's padding or stride, of which padding may be a word."""
-    if isinstance(pair, str):
-        raise ValueError(f"an anchored convolution needs its padding in pixels, not {pair!r}")
-    return pair[0], pair[1]
 
 
 class MergeAnchor(Anchor):
@@ -170,7 +214,7 @@ class MergeAnchor(Anchor):
     def forward(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None,
                 fast: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
         offset = self.offset(x, reduction, norm, fast)
-        return roll(x, offset, dims=(1, 2)), offset
+        return roll(x, offset, (1, 2), within=True), offset
 
     @torch.no_grad()
     def offset(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None, fast: bool = False) -> Tensor:
@@ -180,15 +224,8 @@ class MergeAnchor(Anchor):
             projection = self.rows(reduction.weight.to(x))  # r, 4C
             weight = projection if norm is None else projection * norm.weight.to(x)
             kernel = weight.view(-1, 2, 2, channels).permute(0, 3, 2, 1)  # r, C, row, column
-            t = F.conv2d(circular_pad(x, (0, 1, 0, 1)), kernel)
-            if norm is not None:
-                x = x if x.dtype == torch.float64 else x.float()
-                sums = torch.stack([x.sum(1), x.square().sum(1)], 1)
-                mean, square = F.avg_pool2d(circular_pad(sums, (0, 1, 0, 1)), 2, stride=1).div(channels).split(1, 1)
-                inverse_std = (square - mean.square()).clamp_min(0).add(norm.eps).rsqrt()
-                constant = (projection @ norm.bias.to(projection)).view(1, -1, 1, 1)
-                t = (t - mean * weight.sum(1).view(1, -1, 1, 1)) * inverse_std + constant
-            return self.choose(t, (2, 2))
+            fold = None if norm is None else Fold(weight.sum(1), projection @ norm.bias.to(projection), norm.eps)
+            return best_offset(self.phases(x, kernel, Strided((2, 2), (2, 2), (0, 0)), fold=fold, fast=fast))
 
 
 class WindowAnchor(Anchor):
@@ -204,20 +241,32 @@ class WindowAnchor(Anchor):
     Shapes: x (B, H, W, C) -> rolled x, offsets (B, 2) in [0, window).
     """
 
-    def forward(self, x: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        offset = self.offset(x, window)
-        return roll(x, offset, dims=(1, 2)), offset
+    wave: Tensor
+
+    def __init__(self, *, score: Score = "signed") -> None:
+        super().__init__(score=score)
+        wave = _direction(4096, torch.ones(1, dtype=torch.float64)) * (4096 / 2) ** 0.5
+        self.register_buffer("wave", wave, persistent=False)  # kept: a sine per token and channel would be slow
+
+    def forward(self, x: Tensor, window: tuple[int, int], fast: bool = False) -> tuple[Tensor, Tensor]:
+        offset = self.offset(x, window, fast)
+        return roll(x, offset, (1, 2), within=True), offset
 
     @torch.no_grad()
-    def offset(self, x: Tensor, window: tuple[int, int]) -> Tensor:
-        with self.precision(x, fast=False):  # a sum of squares: nothing to gain from less
+    def offset(self, x: Tensor, window: tuple[int, int], fast: bool = False) -> Tensor:
+        with self.precision(x, fast=False):  # a sum of squares: nothing to gain from less than float32
             x = self.cast(x, fast=False)
-            strength = _wide(x.square().sum(-1)).sqrt()  # B, H, W
+            fast = fast and x.dtype == torch.float32
+            wide = (lambda t: t) if fast else _wide
+            strength = wide(x.square().sum(-1)).sqrt()  # B, H, W
             if self.score == "signed":
-                strength = strength + 0.1 * _wide((x * _direction(x.shape[-1], x)).sum(-1))
+                direction = self.wave[: x.shape[-1]].to(x) * (2.0 / x.shape[-1]) ** 0.5
+                strength = strength + 0.1 * wide((x * direction).sum(-1))
             single = (x.shape[1] == window[0], x.shape[2] == window[1])
             if all(single):
                 return best_offset(strength)
+            if fast and not any(single) and kernels.fits_offset_kernel(strength):
+                return kernels.window_offset(strength.contiguous(), list(window), self.score == "signed")
             rows, columns = (self._window_mean(n, w, strength) for n, w in zip(x.shape[1:3], window, strict=True))
             energy = (rows @ strength @ columns.T).square()  # v^2 of the window that starts at each token
             if not any(single):

@@ -19,7 +19,6 @@ from .shifts import roll
 
 __all__ = ["Canonical"]
 
-TAPS = (3, 7, 2, 5)  # weights of four neighbouring pixels, blended before the long-range kernel, per axis
 LEVELS = 255  # grey levels that the image is read at
 BITS = 12  # bits of a kernel entry, at most
 
@@ -28,8 +27,8 @@ class Canonical(nn.Module):
     """Offsets o(x) with o(roll(x, s)) = o(x) - s, so that roll(x, o(x)) is one array for all shifted copies of x.
 
     o is the argmax over all H x W places of the circular correlation of the image with a fixed random kernel
-    K[4 i + a, 4 j + b] = u[i] v[j] w[a] w[b]: a few shifted adds, then two products with (side / 4)-square matrices.
-    Exact while the image has at most 53 bits to sum: any side up to 2,048 with 3 channels.
+    K[i, j] = u[i] v[j]: two matrix products with circulants. Exact while the image has at most 53 bits to sum: any side
+    up to 2,048 with 3 channels.
 
     Shapes: images (B, C, H, W), floating point -> images (B, C, H, W), offsets (B, 2).
     """
@@ -45,33 +44,28 @@ class Canonical(nn.Module):
 
     @torch.no_grad()
     def offset(self, x: Tensor) -> Tensor:
-        batch, channels, height, width = x.shape
-        step = [len(TAPS) if side % len(TAPS) == 0 else 1 for side in (height, width)]
-        n, m = height // step[0], width // step[1]
-        if max(n, m) > self.kernel.shape[1]:
-            raise ValueError(f"the canonical anchor reaches {self.kernel.shape[1]} places per side, got {(n, m)}: "
-                             "use sides that are multiples of 4, or canonical=False")  # fmt: skip
+        _, channels, height, width = x.shape
+        if max(height, width) > self.kernel.shape[1]:
+            raise ValueError(f"the canonical anchor reaches {self.kernel.shape[1]} pixels per side, got "
+                             f"{(height, width)}: use smaller images, or canonical=False")  # fmt: skip
 
-        # integers up to 2^24: exact in float32, whatever the order
+        # integers below 2^24: exact in float32, whatever the order
         x = x.float()
         low, high = x.amin((1, 2, 3), keepdim=True), x.amax((1, 2, 3), keepdim=True)
         levels = ((x - low) * (LEVELS / (high - low).clamp_min(1e-30))).round()
         weights = [c % 5 + 1 for c in range(channels)]
         s = torch.stack([weight * levels[:, c] for c, weight in enumerate(weights)]).sum(0)  # B, H, W
-        for dim in (1, 2):
-            s = torch.stack([tap * s.roll(-i, dim) for i, tap in enumerate(TAPS)]).sum(0)
 
         # what is left of 53 bits goes to the two kernels
         with torch.autocast(x.device.type, enabled=False):
             wide = torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no float64: near-exact there
-            used = math.log2(LEVELS * sum(weights) * sum(TAPS) ** 2 * n * m)
+            used = math.log2(LEVELS * sum(weights) * height * width)
             bits = max(1, min(BITS, int((53 - used) / 2)))
-            rows, columns = (self._circulant(axis, side, bits).to(wide) for axis, side in enumerate((n, m)))
-            score = s.to(wide).view(batch, n, step[0], m, step[1])
-            score = torch.einsum("biajc,jl->bialc", score, columns)
-            score = torch.einsum("bialc,ik->bkalc", score, rows)  # one score per pixel
-        best = score.reshape(batch, -1).argmax(1)
-        return torch.stack([best // width, best % width], 1)
+            rows, columns = (self._circulant(axis, side, bits).to(wide) for axis, side in enumerate((height, width)))
+            score = rows.T @ (s.to(wide) @ columns)  # B, H, W: one score per place
+        row = score.amax(2).argmax(1)  # in two steps: each of them has enough rows to fill a device
+        column = score.gather(1, row.view(-1, 1, 1).expand(-1, 1, width)).squeeze(1).argmax(1)
+        return torch.stack([row, column], 1)
 
     def _circulant(self, axis: int, n: int, bits: int) -> Tensor:
         """(n, n) matrix C[i, j] = k[i - j]: ``s @ C`` correlates s with the kernel k."""
@@ -80,4 +74,4 @@ class Canonical(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         offset = self.offset(x)
-        return roll(x, offset), offset
+        return roll(x, offset, within=True), offset

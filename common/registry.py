@@ -2,7 +2,7 @@
 
 import difflib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from typing import Any, TypeVar
 
@@ -10,8 +10,8 @@ from .hub import CONFIG_NAME, HubModel, read_config, resolve_file
 
 __all__ = ["create_model", "defaults", "from_pretrained", "list_models", "register_model"]
 
-ARCHITECTURES = ("swin", "swinv2", "cvt", "mvitv2")
-"""Packages that register models when imported; also the ``model_type`` values a config may name."""
+PACKAGES = {"swin": "swin", "swinv2": "swinv2", "cvt": "cvt", "mvitv2": "mvitv2", "upernet": "segmentation"}
+"""The ``model_type`` values that a config may name, and the package of each, which registers models when imported."""
 
 _BUILDERS: dict[str, Callable[..., HubModel]] = {}
 
@@ -20,13 +20,17 @@ M = TypeVar("M", bound=HubModel)
 
 
 def register_model(build: Callable[..., M]) -> Callable[..., M]:
-    """Register ``build`` under its own name (default model) and with ``a_`` before it (adaptive model)."""
+    """Register ``build`` under its own name (default model) and with ``a_`` before it (adaptive model).
+
+    A segmenter is adaptive in its backbone: ``upernet_swin_tiny`` and ``upernet_a_swin_tiny``.
+    """
 
     def build_adaptive(**kwargs: Any) -> M:
         return build(adaptive=True, **kwargs)
 
+    decoder = "upernet_" if build.__name__.startswith("upernet_") else ""
     _BUILDERS[build.__name__] = build
-    _BUILDERS[f"a_{build.__name__}"] = build_adaptive
+    _BUILDERS[f"{decoder}a_{build.__name__.removeprefix(decoder)}"] = build_adaptive
     return build
 
 
@@ -36,14 +40,17 @@ def defaults(kwargs: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 
 def _builders() -> dict[str, Callable[..., HubModel]]:
-    for name in ARCHITECTURES:
-        importlib.import_module(name)
+    for package in PACKAGES.values():
+        importlib.import_module(package)
     return _BUILDERS
 
 
-def list_models(pattern: str = "*") -> list[str]:
-    """Names of all models that match a shell pattern, sorted."""
-    return sorted(name for name in _builders() if fnmatch(name, pattern))
+def list_models(pattern: str = "*", exclude_filters: str | Sequence[str] = ()) -> list[str]:
+    """Names of all models that match a shell pattern, sorted; without those that match one of ``exclude_filters``."""
+    excluded = [exclude_filters] if isinstance(exclude_filters, str) else exclude_filters
+    return sorted(
+        name for name in _builders() if fnmatch(name, pattern) and not any(fnmatch(name, e) for e in excluded)
+    )
 
 
 def create_model(name: str, **kwargs: Any) -> HubModel:
@@ -61,9 +68,9 @@ def from_pretrained(source: str, **kwargs: Any) -> HubModel:
     hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
     config = read_config(resolve_file(source, CONFIG_NAME, **hub))
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
-        raise ValueError(f"{source}: model_type is {model_type!r}, expected one of {ARCHITECTURES}")
-    importlib.import_module(model_type)
+    if model_type not in PACKAGES:
+        raise ValueError(f"{source}: model_type is {model_type!r}, expected one of {tuple(PACKAGES)}")
+    importlib.import_module(PACKAGES[model_type])
     classes = {cls.model_type: cls for cls in _subclasses(HubModel) if "model_type" in vars(cls)}
     return classes[model_type].from_pretrained(source, **kwargs)
 

@@ -14,13 +14,14 @@ __all__ = ["circular_pad", "circular_shift", "random_shifts", "roll", "shift_and
 
 
 def _gather(x: Tensor, offset: Tensor, dims: tuple[int, int]) -> Tensor:
-    """Read ``x`` at positions moved by ``offset``: one indexed read, no wrap-around copies."""
+    """Read ``x`` at positions moved by ``offset`` in [0, side]: one indexed read, no wrap-around copies."""
     rank = dims[1] + 1  # dimensions after the last rolled one are read whole
     index = []
     for d in range(rank):
         i = torch.arange(x.shape[d], device=x.device)
         if d in dims:
-            i = (i + offset[:, dims.index(d), None]) % x.shape[d]  # B, side
+            i = i + offset[:, dims.index(d), None]
+            i = torch.where(i < x.shape[d], i, i - x.shape[d])  # B, side; cheaper than a remainder per element
             index.append(i.view([len(i), *(-1 if k == d else 1 for k in range(1, rank))]))
         else:
             index.append(i.view([-1 if k == d else 1 for k in range(rank)]))
@@ -44,13 +45,15 @@ class _Roll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (offset,) = ctx.saved_tensors
-        return _Roll.apply(grad, -offset, ctx.dims), None, None
+        sides = torch.stack([torch.full_like(o, grad.shape[d]) for o, d in zip(offset.T, ctx.dims, strict=True)], 1)
+        return _Roll.apply(grad, sides - offset, ctx.dims), None, None
 
 
-def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1)) -> Tensor:
+def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1), within: bool = False) -> Tensor:
     """Roll every sample by its own offset: ``y[b, h, w] = x[b, h + offset[b, 0], w + offset[b, 1]]`` on the torus.
 
-    Shapes: x (B, ..., H, W, ...) with the sides at ``dims``; offset (B, 2), integer, any sign.
+    Shapes: x (B, ..., H, W, ...) with the sides at ``dims``; offset (B, 2), integer, any sign or, with ``within``,
+    known to lie in [0, side), which saves a division.
     """
     h, w = (d % x.ndim for d in dims)
     if not 0 < h < w:
@@ -60,6 +63,8 @@ def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1)) -> Tensor:
     if offset.shape != (x.shape[0], 2):
         raise ValueError(f"roll needs one (row, column) offset per sample, shape {(x.shape[0], 2)}, "
                          f"got {tuple(offset.shape)}")  # fmt: skip
+    if not within:
+        offset = torch.stack([offset[:, 0] % x.shape[h], offset[:, 1] % x.shape[w]], 1)
     return _Roll.apply(x, offset, (h, w))
 
 

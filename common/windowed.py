@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
+from . import kernels
 from .anchors import ConvAnchor, MergeAnchor, WindowAnchor
 from .classifier import Classifier, Stages, to_pair
+from .shifts import roll
 from .windows import shifted_window_mask, window_shift
 
 __all__ = ["ANCHORS", "PatchEmbed", "WindowedClassifier", "merge_patches"]
@@ -42,7 +44,7 @@ class WindowedClassifier(Classifier):
     """A hierarchy of windowed stages. A subclass adds ``patch_embed``, ``layers``, ``norm`` and ``head``.
 
     A stage has ``downsample`` (identity, or a patch merging with ``anchor``) and ``blocks`` called as
-    ``block(x, shift, mask)``.
+    ``block(x, shift, mask, origin)``.
     """
 
     patch_embed: PatchEmbed
@@ -74,6 +76,8 @@ class WindowedClassifier(Classifier):
         self.merge_anchor = MergeAnchor(score=score, sketch=sketch) if adaptive and "merge" in anchors else None
         self.window_anchor = WindowAnchor(score=score) if adaptive and "window" in anchors else None
 
+    always_partition = False  # shift windows also on a grid that is a single one, as stock segmenters do
+
     def init_weights(self) -> None:
         """Linear layers get truncated normal weights of std 0.02 and zero biases, as in the original."""
         for module in self.modules():
@@ -96,13 +100,17 @@ class WindowedClassifier(Classifier):
                 x, o = stage.downsample.anchor(self.merge_anchor, x, self.canonical)
                 offset = offset + stride // 2 * o
             x = stage.downsample(x)
+            origin = None
             if self.window_anchor is not None:
-                x, o = self.window_anchor(x, window)
-                offset = offset + stride * o
+                o = self.window_anchor.offset(x, window, self.canonical)
+                if kernels.usable(x):  # where windows begin is one more number to the kernel: nothing is moved
+                    origin = o
+                else:
+                    x, offset = roll(x, o, (1, 2), within=True), offset + stride * o
             size = (x.shape[1], x.shape[2])
-            shift = window_shift(size, window)
-            mask = None if self.adaptive else shifted_window_mask(size, window, x.device)  # no edge on a torus
+            shift = (window[0] // 2, window[1] // 2) if self.always_partition else window_shift(size, window)
+            mask = None if self.adaptive else shifted_window_mask(size, window, shift, x.device)  # no edge on a torus
             for j, block in enumerate(stage.blocks):
-                x = self.run(block, x, shift, mask) if j % 2 else self.run(block, x, (0, 0), None)
+                x = self.run(block, x, shift if j % 2 else (0, 0), mask if j % 2 else None, origin)
             stages.append((x, offset))
         return stages, x

@@ -1,14 +1,19 @@
 """Windows on a grid of tokens, for Swin and SwinV2: partition, its inverse, relative positions, shifts, the mask."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import kernels
+from .shifts import roll
+
 __all__ = [
     "attend",
     "attend_in_windows",
+    "in_whole_windows",
     "partition",
     "relative_position_index",
     "reverse",
@@ -58,12 +63,12 @@ def window_shift(size: tuple[int, int], window: tuple[int, int]) -> tuple[int, i
     return shift_h, shift_w
 
 
-def shifted_window_mask(size: tuple[int, int], window: tuple[int, int], device: torch.device) -> Tensor | None:
+def shifted_window_mask(size: tuple[int, int], window: tuple[int, int], shift: tuple[int, int],
+                        device: torch.device) -> Tensor | None:  # fmt: skip
     """(windows, tokens, tokens), -100 where two tokens of a shifted window come from opposite edges of the array.
 
-    None where nothing is shifted. ``size`` is rounded up to whole windows, as ``attend_in_windows`` pads.
+    None where nothing is shifted. ``size`` is rounded up to whole windows, as ``in_whole_windows`` pads.
     """
-    shift = window_shift(size, window)
     if not any(shift):
         return None
     region = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
@@ -76,13 +81,39 @@ def shifted_window_mask(size: tuple[int, int], window: tuple[int, int], device: 
     return (region[:, :, None] != region[:, None, :]) * -100.0
 
 
-def attend_in_windows(attention: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, window: tuple[int, int],
-                      shift: tuple[int, int], mask: Tensor | None) -> Tensor:  # fmt: skip
-    """Apply ``attention`` to the (shifted) windows of (B, H, W, C); sides that are no multiple are zero-padded."""
+def attend_in_windows(qkv: Tensor, bias: Tensor, scale: Tensor | None, window: tuple[int, int], shift: tuple[int, int],
+                      mask: Tensor | None, origin: Tensor | None = None, *,
+                      dropout: float = 0.0) -> Tensor:  # fmt: skip
+    """Attention inside the windows of an image rolled by ``-shift``: one kernel where there is one, else step by step.
+
+    softmax(q k^T / sqrt(d) + bias) v or, with ``scale`` (heads,), softmax(scale cos(q, k) + bias) v. ``mask`` is that
+    of ``shifted_window_mask``. ``origin`` (B, 2) is where each image's first window begins, if not at (0, 0).
+
+    Shapes: qkv (B, H, W, 3, heads, d) with whole windows, bias (heads, n, n) -> (B, H, W, heads d).
+    """
+    if not dropout and kernels.fits_window_kernel(qkv, window):
+        return kernels.window_attention(qkv.contiguous(), bias.float().contiguous(),
+                                        None if scale is None else scale.float(), origin, list(window), list(shift),
+                                        mask is not None)  # fmt: skip
+    b, h, w, _, heads, d = qkv.shape
+    x = qkv.flatten(3)
+    x = x if origin is None else roll(x, origin, (1, 2), within=True)
+    x = partition(x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x, window)
+    q, k, v = x.view(b, -1, window[0] * window[1], 3, heads, d).permute(3, 0, 1, 4, 2, 5).unbind(0)
+    if scale is None:
+        q = q * d**-0.5
+    else:  # torch's default eps is zero in float16
+        q, k = (F.normalize(t, dim=-1, eps=1e-6) for t in (q, k))
+        q = q * scale[:, None, None]
+    x = reverse(attend(q.to(v.dtype), k.to(v.dtype), v, bias, mask, dropout=dropout), window, (h, w))
+    x = x.roll(shift, (1, 2)) if any(shift) else x
+    return x if origin is None else roll(x, -origin, (1, 2))
+
+
+def in_whole_windows(attention: Callable[..., Tensor], x: Tensor, window: tuple[int, int], *args: Any) -> Tensor:
+    """``attention(x, ...)`` for (B, H, W, C); sides that are no multiple of the window are zero-padded and cropped."""
     height, width = x.shape[1:3]
     pad_h, pad_w = (-side % w for side, w in zip((height, width), window, strict=True))
-    x = F.pad(x, (0, 0, 0, pad_w, 0, pad_h)) if pad_h or pad_w else x
-    x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
-    x = reverse(attention(partition(x, window), mask), window, (height + pad_h, width + pad_w))
-    x = x.roll(shift, (1, 2)) if any(shift) else x
-    return x[:, :height, :width]
+    if not (pad_h or pad_w):
+        return attention(x, *args)
+    return attention(F.pad(x, (0, 0, 0, pad_w, 0, pad_h)), *args)[:, :height, :width]

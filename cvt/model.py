@@ -20,7 +20,7 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.anchors import Anchor, ConvAnchor, Score, at_every_position, numbers
+from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.registry import defaults, register_model
 from common.shifts import roll
@@ -60,7 +60,7 @@ class KeyValueAnchor(Anchor):
     def forward(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d,
                 fast: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
         offset = self.offset(x, norm, key, value, fast)
-        return roll(x, offset, dims=(1, 2)), offset
+        return roll(x, offset, (1, 2), within=True), offset
 
     @torch.no_grad()
     def offset(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d, fast: bool = False) -> Tensor:
@@ -68,7 +68,7 @@ class KeyValueAnchor(Anchor):
             x = self.cast(x, fast)
             x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x), norm.bias.to(x), norm.eps).permute(0, 3, 1, 2)
             kernel = self.depthwise_rows(key.weight.to(x), value.weight.to(x))
-            return self.choose(at_every_position(x, kernel, key), numbers(key.stride))
+            return best_offset(self.phases(x, kernel, Strided.of(key), fast=fast))
 
 
 class ConvEmbed(nn.Module):

@@ -29,16 +29,7 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.anchors import (
-    Anchor,
-    ConvAnchor,
-    Score,
-    at_every_position,
-    best_offset,
-    numbers,
-    phase_scores,
-    token_energy,
-)
+from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
@@ -196,13 +187,13 @@ class PoolAnchor(Anchor):
 
     def forward(self, x: Tensor, block: MViTv2Block, fast: bool = False) -> tuple[Tensor, Tensor]:
         offset = self.offset(x, block, fast)
-        return roll(x, offset, dims=(1, 2)), offset
+        return roll(x, offset, (1, 2), within=True), offset
 
     @torch.no_grad()
     def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False) -> Tensor:
         norm, attn = block.norm1, block.attn
         pools = (attn.pool_q, attn.pool_k, attn.pool_v)
-        strides = sorted({numbers(pool.stride) for pool in pools} - {(1, 1)})  # stride 1 has one phase: no choice
+        strides = sorted({Strided.of(pool).stride for pool in pools} - {(1, 1)})  # stride 1 has one phase: no choice
         with self.precision(x, fast):
             x = self.cast(x, fast)
             x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x), norm.bias.to(x), norm.eps).permute(0, 3, 1, 2)
@@ -215,9 +206,8 @@ class PoolAnchor(Anchor):
                         taps = pool.weight[:, 0].to(x).repeat(attn.num_heads, 1, 1)  # heads share one pooling kernel
                         kernel.append(taps[:, None] * weight[..., None, None])  # D, C, 3, 3
                         bias.append(taps.sum((1, 2)) * shift)
-                t = at_every_position(x, self.rows(torch.cat(kernel)), pools[1], self.rows(torch.cat(bias)))
-                t = t if t.dtype == torch.float64 else t.float()
-                score = phase_scores(token_energy(t, self.score, 1), stride)
+                pooling = Strided.of(pools[1])._replace(stride=stride)
+                score = self.phases(x, self.rows(torch.cat(kernel)), pooling, self.rows(torch.cat(bias)), fast=fast)
                 scores.append(score.tile([block.modulus // s for s in stride]))
             return best_offset(torch.stack(scores).sum(0))
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from common.anchors import MergeAnchor, Score
 from common.registry import defaults, register_model
 from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, merge_patches
-from common.windows import attend, attend_in_windows, relative_position_index
+from common.windows import attend_in_windows, in_whole_windows, relative_position_index
 
 
 class WindowAttention(nn.Module):
-    """Self-attention inside windows with a table of relative positions: (B, windows, tokens, C) -> the same."""
+    """Self-attention inside (shifted) windows with a table of relative positions: (B, H, W, C) -> the same."""
 
     relative_position_index: Tensor
 
@@ -29,7 +29,7 @@ class WindowAttention(nn.Module):
                  proj_drop: float) -> None:  # fmt: skip
         super().__init__()
         self.num_heads = num_heads
-        self.scale = (dim // num_heads) ** -0.5
+        self.window = window
         self.attn_drop = attn_drop
         positions = (2 * window[0] - 1) * (2 * window[1] - 1)
         self.relative_position_bias_table = nn.Parameter(torch.zeros(positions, num_heads))
@@ -38,11 +38,11 @@ class WindowAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        b, windows, n, _ = x.shape
+    def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None, origin: Tensor | None) -> Tensor:
         bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)  # heads, n, n
-        q, k, v = self.qkv(x).view(b, windows, n, 3, self.num_heads, -1).permute(3, 0, 1, 4, 2, 5).unbind(0)
-        x = attend(q * self.scale, k, v, bias, mask, dropout=self.attn_drop if self.training else 0.0)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        dropout = self.attn_drop if self.training else 0.0
+        x = attend_in_windows(qkv, bias, None, self.window, shift, mask, origin, dropout=dropout)
         return self.proj_drop(self.proj(x))
 
 
@@ -60,8 +60,8 @@ class SwinBlock(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=nn.GELU, drop=proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None) -> Tensor:
-        x = x + self.drop_path(attend_in_windows(self.attn, self.norm1(x), self.window, shift, mask))
+    def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None, origin: Tensor | None) -> Tensor:
+        x = x + self.drop_path(in_whole_windows(self.attn, self.norm1(x), self.window, shift, mask, origin))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 

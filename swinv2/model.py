@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from common.anchors import MergeAnchor, Score
 from common.registry import defaults, register_model
 from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, merge_patches
-from common.windows import attend, attend_in_windows, relative_position_index
+from common.windows import attend_in_windows, in_whole_windows, relative_position_index
 
 
 def log_spaced_positions(window: tuple[int, int], pretrained_window: int) -> Tensor:
@@ -37,7 +37,7 @@ def log_spaced_positions(window: tuple[int, int], pretrained_window: int) -> Ten
 
 
 class WindowAttention(nn.Module):
-    """Scaled cosine attention inside windows with a continuous position bias: (B, windows, tokens, C) -> the same.
+    """Scaled cosine attention inside (shifted) windows, with a continuous position bias: (B, H, W, C) -> the same.
 
     softmax_j(cos(q_i, k_j) exp(min(tau, log 100)) + 16 sigmoid(MLP(log-spaced i - j))) v_j, one tau per head. Queries
     and values have a bias, keys have none.
@@ -50,6 +50,7 @@ class WindowAttention(nn.Module):
                  attn_drop: float, proj_drop: float) -> None:  # fmt: skip
         super().__init__()
         self.num_heads = num_heads
+        self.window = window
         self.attn_drop = attn_drop
         self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10)))
         self.q_bias = nn.Parameter(torch.zeros(dim)) if qkv_bias else None
@@ -62,19 +63,16 @@ class WindowAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        b, windows, n, _ = x.shape
+    def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None, origin: Tensor | None) -> Tensor:
         bias = 16 * torch.sigmoid(self.cpb_mlp(self.relative_coords_table))  # positions, heads
         bias = bias[self.relative_position_index].permute(2, 0, 1)  # heads, n, n
         qkv_bias = None
         if self.q_bias is not None and self.v_bias is not None:
             qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = F.linear(x, self.qkv.weight, qkv_bias).view(b, windows, n, 3, self.num_heads, -1)
-        q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).unbind(0)
-        q, k = (F.normalize(t, dim=-1, eps=1e-6) for t in (q, k))  # torch's default eps is zero in float16
-        q = q * self.logit_scale.clamp(max=math.log(100)).exp()
+        qkv = F.linear(x, self.qkv.weight, qkv_bias).unflatten(-1, (3, self.num_heads, -1))
+        scale = self.logit_scale.clamp(max=math.log(100)).exp().flatten()
         dropout = self.attn_drop if self.training else 0.0
-        x = attend(q.to(v.dtype), k.to(v.dtype), v, bias, mask, dropout=dropout)
+        x = attend_in_windows(qkv, bias, scale, self.window, shift, mask, origin, dropout=dropout)
         return self.proj_drop(self.proj(x))
 
 
@@ -92,8 +90,8 @@ class SwinV2Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None) -> Tensor:
-        x = x + self.drop_path(self.norm1(attend_in_windows(self.attn, x, self.window, shift, mask)))
+    def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None, origin: Tensor | None) -> Tensor:
+        x = x + self.drop_path(self.norm1(in_whole_windows(self.attn, x, self.window, shift, mask, origin)))
         return x + self.drop_path(self.norm2(self.mlp(x)))
 
 

@@ -10,7 +10,7 @@ from common.classifier import Classifier
 from common.equivariance import anchored, assert_shift_equivariant, shift_error
 from common.shifts import roll
 
-MICRO = list_models("*_micro")
+MICRO = list_models("*_micro", exclude_filters="upernet_*")
 ADAPTIVE_MICRO = [name for name in MICRO if name.startswith("a_")]
 FULL = {  # square side and a non-square size
     "swin_tiny": (224, (448, 224)),

@@ -1,0 +1,25 @@
+"""UperNet for semantic segmentation, default and adaptive."""
+
+from .model import (
+    UperNet,
+    upernet_swin_base,
+    upernet_swin_micro,
+    upernet_swin_small,
+    upernet_swin_tiny,
+    upernet_swinv2_base,
+    upernet_swinv2_micro,
+    upernet_swinv2_small,
+    upernet_swinv2_tiny,
+)
+
+__all__ = [
+    "UperNet",
+    "upernet_swin_base",
+    "upernet_swin_micro",
+    "upernet_swin_small",
+    "upernet_swin_tiny",
+    "upernet_swinv2_base",
+    "upernet_swinv2_micro",
+    "upernet_swinv2_small",
+    "upernet_swinv2_tiny",
+]

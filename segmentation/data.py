@@ -1,0 +1,376 @@
+"""Scenes with a label per pixel, by name: digit scenes made here, folders, ADE20K, the Hub.
+
+A parquet folder has ``train*.parquet`` and ``test*``, ``val*`` or ``validation*.parquet`` (also under ``data/``), with
+an image column (``image`` or ``img``) and a column of label images (``label``, ``annotation`` or ``mask``). ADE20K's
+own tree has ``images/training``, ``annotations/training`` and the same under ``validation``. Small sets of one size are
+decoded once, into memory; others stay encoded for the loader's workers.
+"""
+
+import io
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from common.data import Split, load_digits_data
+from common.metrics import IGNORE_INDEX
+from common.seeding import hashed_uniform
+from common.sources import EVALUATION_SPLITS, IMAGE_COLUMNS, IMAGE_SUFFIXES, decode_image, find_column, import_datasets
+
+from .preprocess import ScenePreprocess, resize_image, resize_labels
+
+__all__ = ["ADE20K", "CAMVID", "EncodedScenes", "Labelling", "Scenes", "load_digit_scenes", "load_scenes",
+           "load_split"]  # fmt: skip
+
+LABEL_COLUMNS = ("label", "annotation", "mask")
+MEMORY = 2**31  # bytes of decoded pixels and labels up to which a split of one size is held in memory
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """What the numbers in label images mean: class c is c + ``first``, ``ignore`` and 255 do not count.
+
+    Without ``classes`` their number is found out from the labels themselves, if these are in memory.
+    """
+
+    classes: tuple[str, ...] | None = None
+    ignore: tuple[int, ...] = ()
+    first: int = 0
+
+    def __call__(self, stored: np.ndarray, where: str) -> Tensor:
+        """(H, W) numbers of a label image -> uint8 labels, 255 for what is ignored."""
+        labels = stored.astype(np.int64)
+        skip = np.isin(labels, (*self.ignore, IGNORE_INDEX)) | (labels < self.first)
+        labels = np.where(skip, IGNORE_INDEX, labels - self.first)
+        most = len(self.classes) if self.classes is not None else IGNORE_INDEX
+        wrong = labels[(labels != IGNORE_INDEX) & (labels >= most)]
+        if wrong.size:
+            raise ValueError(f"{where} has label {int(wrong.max()) + self.first}, but there are {most} classes, "
+                             f"labelled {self.first} to {most + self.first - 1}, and {(*self.ignore, IGNORE_INDEX)} "
+                             "to ignore")  # fmt: skip
+        return torch.from_numpy(labels.astype(np.uint8))
+
+
+CAMVID = Labelling(("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian",
+                    "bicyclist"), ignore=(11,))  # fmt: skip
+ADE20K_CLASSES = """
+wall, building, sky, floor, tree, ceiling, road, bed, windowpane, grass, cabinet, sidewalk, person, earth, door,
+table, mountain, plant, curtain, chair, car, water, painting, sofa, shelf, house, sea, mirror, rug, field,
+armchair, seat, fence, desk, rock, wardrobe, lamp, bathtub, railing, cushion, base, box, column, signboard,
+chest of drawers, counter, sand, sink, skyscraper, fireplace, refrigerator, grandstand, path, stairs, runway,
+case, pool table, pillow, screen door, stairway, river, bridge, bookcase, blind, coffee table, toilet, flower,
+book, hill, bench, countertop, stove, palm, kitchen island, computer, swivel chair, boat, bar, arcade machine,
+hovel, bus, towel, light, truck, tower, chandelier, awning, streetlight, booth, television receiver, airplane,
+dirt track, apparel, pole, land, bannister, escalator, ottoman, bottle, buffet, poster, stage, van, ship,
+fountain, conveyer belt, canopy, washer, plaything, swimming pool, stool, barrel, basket, waterfall, tent, bag,
+minibike, cradle, oven, ball, food, step, tank, trade name, microwave, pot, animal, bicycle, lake, dishwasher,
+screen, blanket, sculpture, hood, sconce, vase, traffic light, tray, ashcan, fan, pier, crt screen, plate,
+monitor, bulletin board, shower, radiator, glass, clock, flag
+"""
+ADE20K = Labelling(tuple(" ".join(name.split()) for name in ADE20K_CLASSES.split(",")), first=1)
+"""The scene parsing benchmark: 150 classes, numbered from 1; 0 is everything else."""
+
+KNOWN = {"camvid": CAMVID, "ade20k": ADE20K, "scene_parse_150": ADE20K, "adechallengedata2016": ADE20K}
+"""Labelling by the last part of a folder's or a Hub dataset's name."""
+
+
+class PixelSplit(Split):
+    """Images with a label per pixel. ``cropped``: in training, items come out of the loader as crops."""
+
+    cropped: bool = False
+
+    def prepared(self, preprocess: Any, operations: Any = None, seed: int = 0) -> Any:
+        return self
+
+
+@dataclass(frozen=True)
+class Scenes(PixelSplit):
+    """A split in memory: images (N, 3, H, W) uint8, labels (N, H, W) uint8, class names. Items are indices."""
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.images):
+            raise ValueError("the data set is empty")
+        if self.images.ndim != 4 or (len(self.images), *self.images.shape[2:]) != tuple(self.labels.shape):
+            raise ValueError(f"images {tuple(self.images.shape)} and labels {tuple(self.labels.shape)} do not fit: "
+                             "expected (N, 3, H, W) and (N, H, W)")  # fmt: skip
+        counted = self.labels[self.labels != IGNORE_INDEX]
+        if counted.numel() and (high := int(counted.max())) >= len(self.classes):
+            raise ValueError(f"labels run up to {high}, but there are {len(self.classes)} classes")
+
+    def __getitem__(self, item: int | tuple[int, int]) -> int:
+        return item[1] if isinstance(item, tuple) else item
+
+    def fetch(self, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.images[batch], self.labels[batch], batch
+
+    def to(self, device: torch.device) -> "Scenes":
+        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
+
+    def head(self, count: int | None) -> "Scenes":
+        return replace(self, images=self.images[:count], labels=self.labels[:count])
+
+
+@dataclass(frozen=True)
+class EncodedScenes(PixelSplit):
+    """A split that is decoded on demand: ``read(items[i])`` gives the bytes of image i and of its label image.
+
+    After ``prepared`` an item is (image (3, H, W), labels (H, W), index), uint8: asked for by (epoch, index) the
+    training crop, by index alone the whole scene at the size it is evaluated at.
+    """
+
+    items: Sequence[Any]
+    read: Callable[[Any], tuple[bytes, bytes]]
+    labelling: Labelling
+    name: Callable[[Any], str]  # where an item comes from, for errors
+    preprocess: ScenePreprocess | None = None
+    seed: int = 0
+    cropped = True
+
+    def __post_init__(self) -> None:
+        if not len(self.items):
+            raise ValueError("the data set is empty")
+
+    @property
+    def classes(self) -> tuple[str, ...]:  # type: ignore[override]
+        if self.labelling.classes is None:
+            raise ValueError("scenes that are decoded on demand need their classes named: give a Labelling")
+        return self.labelling.classes
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def decode(self, index: int) -> tuple[Tensor, Tensor]:
+        """Image (3, h, w) and labels (h, w) of a scene at its own size, uint8."""
+        where = self.name(self.items[index])
+        try:
+            content = self.read(self.items[index])
+            image, stored = decode_image(content[0]), decode_labels(content[1])
+        except Exception as error:
+            raise ValueError(f"{where} is not a readable scene ({error}): repair or drop it") from None
+        if image.shape[:2] != stored.shape:
+            raise ValueError(f"{where}: the image is {image.shape[0]}x{image.shape[1]}, its labels are "
+                             f"{stored.shape[0]}x{stored.shape[1]}: they must have one size")  # fmt: skip
+        return torch.from_numpy(image.copy()).permute(2, 0, 1), self.labelling(stored, where)
+
+    def __getitem__(self, item: int | tuple[int, int]) -> tuple[Tensor, Tensor, int]:
+        if self.preprocess is None:
+            raise RuntimeError("an encoded split needs prepared(preprocess) before it is read")
+        epoch, index = item if isinstance(item, tuple) else (None, item)
+        image, labels = self.decode(index)
+        if epoch is not None:
+            image, labels = self.preprocess.crop(image, labels, index, self.seed, epoch)
+        else:
+            size = self.preprocess.evaluation_size((labels.shape[0], labels.shape[1]))
+            image, labels = resize_image(image, size), resize_labels(labels, size)
+        return image.contiguous(), labels.contiguous(), index
+
+    def fetch(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        images, labels, index = batch
+        return images, labels, index
+
+    def head(self, count: int | None) -> "EncodedScenes":
+        return replace(self, items=self.items[:count])
+
+    def prepared(self, preprocess: Any, operations: Any = None, seed: int = 0) -> "EncodedScenes":
+        return replace(self, preprocess=preprocess, seed=seed)
+
+
+def load_scenes(name: str, labelling: Labelling | None = None) -> tuple[PixelSplit, PixelSplit]:
+    """Train and evaluation split by name: ``digits``, a folder, or a Hub id ``owner/name[@revision]``.
+
+    ``labelling`` is that of ``KNOWN`` data sets by the last part of the name, else the labels as they are stored.
+    """
+    if name == "digits":
+        return load_digit_scenes()
+    path = Path(name)
+    known = KNOWN.get(path.name.partition("@")[0].lower())
+    labelling = labelling or known or Labelling()
+    is_hub_id = name.count("/") == 1 and not path.exists() and not name.startswith((".", "/", "~"))
+    if is_hub_id:
+        return _load_hub(name, labelling)
+    if not path.is_dir():
+        raise FileNotFoundError(f"no data folder {name}: give 'digits', a folder of parquet files, ADE20K's own "
+                                "folder, or a Hub id 'owner/name'")  # fmt: skip
+    if (path / "images").is_dir():
+        return _same_classes(_read_tree(path, "training", known or ADE20K), _read_tree(path, "validation", ADE20K))
+    return _same_classes(load_split(path, ("train",), labelling), load_split(path, EVALUATION_SPLITS, labelling))
+
+
+def load_digit_scenes(train: int = 1000, test: int = 200, size: int = 64) -> tuple[Scenes, Scenes]:
+    """Scenes of up to four of scikit-learn's handwritten digits on black, 11 classes: background and ten digits.
+
+    Scenes to train are made of digits to train, scenes to test of held-out digits, each always the same. A digit takes
+    a third to nearly a half of the side, at a random place in its quarter of the canvas; its pixels are those at least
+    a quarter as bright as ink.
+    """
+    splits = load_digits_data(size=8, margin=0)
+    names = ("background", *splits[0].classes)
+    scenes = []
+    for seed, (split, count) in enumerate(zip(splits, (train, test), strict=True)):
+        u = hashed_uniform(torch.arange(count), 20, 64, seed)
+        images, labels = torch.zeros(count, 1, size, size), torch.zeros(count, size, size, dtype=torch.uint8)
+        half = size // 2
+        for i in range(count):
+            for quarter in range(4):
+                present, which, scale, row, column = u[i, 5 * quarter : 5 * quarter + 5].tolist()
+                if present < 0.25 and quarter != i % 4:  # one digit at least
+                    continue
+                side = int(size * (0.34 + 0.14 * scale))
+                k = int(which * len(split))
+                digit = split.images[k, :1].float()[None]
+                digit = F.interpolate(digit, (side, side), mode="bilinear", align_corners=False)[0, 0].clamp(0, 255)
+                top = quarter // 2 * half + int(row * (half - side + 1))
+                left = quarter % 2 * half + int(column * (half - side + 1))
+                images[i, 0, top : top + side, left : left + side] = digit
+                patch = labels[i, top : top + side, left : left + side]
+                patch[digit >= 64] = int(split.labels[k]) + 1
+        scenes.append(Scenes(images.round().byte().expand(-1, 3, -1, -1).contiguous(), labels, names))
+    return scenes[0], scenes[1]
+
+
+def decode_labels(content: bytes) -> np.ndarray:
+    """Encoded label image -> (H, W) numbers. One channel: grey levels or palette entries."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with Image.open(io.BytesIO(content)) as image:
+            numbers = np.asarray(image)
+    if numbers.ndim != 2:
+        raise ValueError(f"labels must be an image of one channel, got mode {image.mode}")
+    return numbers
+
+
+def load_split(folder: Path, names: Sequence[str], labelling: Labelling) -> PixelSplit:
+    """The first split of a folder of parquet files that goes by one of ``names``."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found = ([*folder.glob(f"{name}*.parquet"), *folder.glob(f"data/{name}*.parquet")] for name in names)
+    files = sorted(next((files for files in found if files), []))
+    if not files:
+        raise FileNotFoundError(f"{folder} has no {'/'.join(names)}*.parquet (nor ADE20K's 'images' folder); it holds "
+                                f"{sorted(p.name for p in folder.iterdir())[:8]}")  # fmt: skip
+    try:
+        have = pq.read_schema(files[0]).names
+        columns = [find_column(have, wanted, files[0]) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS)]
+        table = pa.concat_tables([pq.read_table(file, columns=columns) for file in files])
+    except pa.ArrowException as error:
+        raise ValueError(f"{files[0].parent} holds no readable parquet ({error}): fetch the files again") from None
+    read = partial(_read_cells, table.column(columns[0]), table.column(columns[1]))
+    return _split(range(len(table)), read, labelling, partial(_row_name, f"{files[0].parent}/{files[0].name}"))
+
+
+def _read_tree(folder: Path, part: str, labelling: Labelling) -> PixelSplit:
+    """ADE20K's own tree: images/PART/NAME.jpg with annotations/PART/NAME.png."""
+    images, annotations = folder / "images" / part, folder / "annotations" / part
+    for directory in (images, annotations):
+        if not directory.is_dir():
+            raise FileNotFoundError(f"no folder {directory}: expected images/{part} and annotations/{part}")
+    items = []
+    for path in sorted(p for p in images.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES):
+        label = annotations / f"{path.stem}.png"
+        if not label.is_file():
+            raise FileNotFoundError(f"{path} has no labels: expected {label}")
+        items.append((path, label))
+    if not items:
+        raise FileNotFoundError(f"no images under {images}: expected NAME.jpg (or png, webp, bmp)")
+    return _split(items, _read_paths, labelling, _path_name)
+
+
+def _load_hub(name: str, labelling: Labelling) -> tuple[PixelSplit, PixelSplit]:
+    datasets = import_datasets(name)
+    repository, _, revision = name.partition("@")
+    found = datasets.load_dataset(repository, revision=revision or None)
+    evaluation = next((split for split in ("validation", "val", "test") if split in found), None)
+    if "train" not in found or evaluation is None:
+        raise ValueError(f"{name} has splits {sorted(found)}: expected train and one of {EVALUATION_SPLITS}")
+    train, test = (from_dataset(found[part], f"{name} ({part})", labelling) for part in ("train", evaluation))
+    return _same_classes(train, test)
+
+
+def from_dataset(dataset: Any, name: str, labelling: Labelling) -> PixelSplit:
+    """A split of a (memory-mapped) dataset of the library ``datasets``."""
+    import datasets
+
+    image, label = (find_column(dataset.column_names, wanted, name) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS))
+    for column in (image, label):
+        dataset = dataset.cast_column(column, datasets.Image(decode=False))
+    read = partial(_read_row, dataset.select_columns([image, label]), image, label)
+    return _split(range(len(dataset)), read, labelling, partial(_row_name, name))
+
+
+# how a split reads an item and what it calls it: plain functions, so that a split can be sent to workers
+
+
+def _read_cells(images: Any, labels: Any, i: int) -> tuple[bytes, bytes]:
+    cells = (images[i].as_py(), labels[i].as_py())
+    first, second = (cell["bytes"] if isinstance(cell, dict) else cell for cell in cells)
+    return first, second
+
+
+def _read_row(rows: Any, image: str, label: str, i: int) -> tuple[bytes, bytes]:
+    row = rows[i]
+    return row[image]["bytes"], row[label]["bytes"]
+
+
+def _read_paths(paths: tuple[Path, Path]) -> tuple[bytes, bytes]:
+    return paths[0].read_bytes(), paths[1].read_bytes()
+
+
+def _row_name(where: str, i: int) -> str:
+    return f"row {i} of {where}"
+
+
+def _path_name(paths: tuple[Path, Path]) -> str:
+    return str(paths[0])
+
+
+def _split(items: Sequence[Any], read: Callable[[Any], tuple[bytes, bytes]], labelling: Labelling,
+           name: Callable[[Any], str]) -> PixelSplit:  # fmt: skip
+    """Scenes of one size (judged by their headers) that fit into memory there, others encoded."""
+    encoded = EncodedScenes(items, read, labelling, name)
+    size: tuple[int, int] | None = None
+    for item in items:
+        try:
+            with Image.open(io.BytesIO(read(item)[0])) as image:
+                size, last = image.size, size
+        except Exception:
+            continue  # named where the scene is used
+        if (last is not None and size != last) or 4 * len(items) * size[0] * size[1] > MEMORY:
+            return encoded
+    return _in_memory(encoded)
+
+
+def _in_memory(split: EncodedScenes) -> Scenes:
+    """Decode all scenes, in threads, into two arrays."""
+    with ThreadPoolExecutor() as pool:
+        pairs = list(tqdm(pool.map(split.decode, range(len(split))), total=len(split), desc="decode", leave=False))
+    images, labels = (torch.stack(part) for part in zip(*pairs, strict=True))
+    classes = split.labelling.classes
+    if classes is None:
+        counted = labels[labels != IGNORE_INDEX]
+        classes = tuple(str(i) for i in range(int(counted.max()) + 1 if counted.numel() else 0))
+    return Scenes(images, labels, classes)
+
+
+def _same_classes(train: PixelSplit, test: PixelSplit) -> tuple[PixelSplit, PixelSplit]:
+    """Two splits whose classes were counted apart know all of them."""
+    if train.classes != test.classes:
+        classes = max(train.classes, test.classes, key=len)
+        train, test = (
+            replace(split, classes=classes) if isinstance(split, Scenes) else split for split in (train, test)
+        )
+    return train, test

@@ -1,0 +1,102 @@
+"""The Triton kernels against their torch forms. Without a GPU they run in Triton's interpreter, which must be chosen
+before Triton is imported: so this file runs itself once more, in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common import kernels
+from common.anchors import ConvAnchor, MergeAnchor, Strided, WindowAnchor, best_offset
+from common.windows import attend_in_windows, shifted_window_mask
+
+ROOT = Path(__file__).resolve().parents[1]
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a child")
+
+
+@pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
+def test_kernels_in_the_interpreter() -> None:
+    """What a GPU computes is what the readable code says."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], cwd=ROOT,
+                          env=environment, text=True, capture_output=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+def both(monkeypatch: pytest.MonkeyPatch, f: Callable[[], Any]) -> tuple[Any, Any]:
+    """A result with kernels, and without."""
+    fast = f()
+    monkeypatch.setattr(kernels, "usable", lambda x: False)
+    return fast, f()
+
+
+@interpreted
+@pytest.mark.parametrize("placed", [False, True], ids=["at zero", "at its own origin"])
+@pytest.mark.parametrize(("window", "size", "shift", "cosine", "d"), [
+    ((7, 7), (14, 21), (3, 3), False, 32),
+    ((4, 4), (8, 8), (0, 0), False, 16),
+    ((8, 8), (16, 8), (4, 0), True, 32),
+    ((4, 4), (8, 12), (2, 2), True, 16),
+])  # fmt: skip
+def test_window_attention(monkeypatch: pytest.MonkeyPatch, window: tuple[int, int], size: tuple[int, int],
+                          shift: tuple[int, int], cosine: bool, d: int, placed: bool) -> None:  # fmt: skip
+    heads, n = 2, window[0] * window[1]
+    qkv = torch.randn(2, *size, 3, heads, d, requires_grad=True)
+    bias = torch.randn(heads, n, n, requires_grad=True)
+    scale = (torch.rand(heads) + 0.5).requires_grad_() if cosine else None
+    origin = torch.tensor([[1, 3], [2, 0]]) if placed else None
+    mask = None if placed else shifted_window_mask(size, window, shift, qkv.device)
+    inputs = [t for t in (qkv, bias, scale) if t is not None]
+    upstream = torch.randn(2, *size, heads * d)
+
+    def run() -> list[Tensor]:
+        out = attend_in_windows(qkv, bias, scale, window, shift, mask, origin)
+        return [out, *torch.autograd.grad(out, inputs, upstream)]
+
+    for fast, plain in zip(*both(monkeypatch, run), strict=True):
+        assert torch.allclose(fast, plain, atol=2e-5, rtol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("score", ["signed", "energy"])
+@pytest.mark.parametrize(("kernel", "stride", "padding", "channels"), [(4, 4, 0, 3), (7, 4, 2, 3), (3, 2, 1, 40)])
+def test_phases_of_convolutions(monkeypatch: pytest.MonkeyPatch, score: Any, kernel: int, stride: int, padding: int,
+                                channels: int) -> None:  # fmt: skip
+    anchor = ConvAnchor(score=score, sketch=16)
+    conv = nn.Conv2d(channels, 32, kernel, stride, padding)
+    x = torch.randn(2, channels, 16, 24)
+    weight, bias = anchor.rows(conv.weight.detach()), anchor.rows(conv.bias.detach())
+    fast, plain = both(monkeypatch, lambda: anchor.phases(x, weight, Strided.of(conv), bias, fast=True))
+    assert torch.allclose(fast, plain, rtol=1e-5)
+    assert torch.equal(best_offset(fast), best_offset(plain))
+
+
+@interpreted
+@pytest.mark.parametrize("normalised", [True, False])
+def test_phases_of_patch_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool) -> None:
+    anchor, reduction, norm = MergeAnchor(sketch=16), nn.Linear(4 * 24, 48, bias=False), nn.LayerNorm(4 * 24)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x = torch.randn(6, 8, 14, 24)
+    fast, plain = both(monkeypatch, lambda: anchor.offset(x, reduction, norm if normalised else None, fast=True))
+    assert torch.equal(fast, plain)
+
+
+@interpreted
+@pytest.mark.parametrize("score", ["signed", "energy"])
+@pytest.mark.parametrize(("size", "window"), [((14, 21), (7, 7)), ((8, 8), (4, 4)), ((56, 56), (7, 7))])
+def test_offsets_of_windows(monkeypatch: pytest.MonkeyPatch, score: Any, size: tuple[int, int],
+                            window: tuple[int, int]) -> None:  # fmt: skip
+    anchor = WindowAnchor(score=score)
+    x = torch.randn(4, *size, 16) + 1
+    fast, plain = both(monkeypatch, lambda: anchor.offset(x, window, fast=True))
+    assert torch.equal(fast, plain)
