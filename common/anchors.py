@@ -151,14 +151,22 @@ class Anchor(nn.Module):
 
     def _phases_in_one_kernel(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None,
                               fold: Fold | None) -> Tensor:  # fmt: skip
-        (r, _, _, _), (_, _, height, width), stride = weight.shape, x.shape, conv.stride[0]
-        flat = weight.permute(2, 3, 1, 0).reshape(-1, r).contiguous()
+        (r, channels, _, _), (_, _, height, width), stride = weight.shape, x.shape, conv.stride[0]
         constant = bias if fold is None else fold.constant
-        direction = _direction(r, x.float())
-        constant = torch.zeros_like(direction) if constant is None else constant.float()
-        sums = kernels.phase_energies(x, flat, constant, direction, None if fold is None else fold.sums.float(),
-                                      list(conv.padding), stride, 0.0 if fold is None else fold.eps)  # fmt: skip
-        energy, toward = sums.unflatten(1, (-1, stride)).double().sum(1).unbind(2)  # B, s, s
+        constant = torch.zeros(r, device=x.device) if constant is None else constant.float()
+        direction, sums = _direction(r, constant), None if fold is None else fold.sums.float()
+        if channels < 16:  # cells of stride x stride pixels instead: channels enough for a matrix product
+            weight, padding = _cell_weights(weight, conv)
+            x = F.pixel_unshuffle(x.to(weight.dtype), stride).contiguous(memory_format=torch.channels_last)
+            constant, direction, phases = constant.repeat(stride**2), direction.repeat(stride**2), 1
+        else:
+            weight, padding, phases = weight.permute(2, 3, 1, 0).reshape(-1, r).contiguous(), conv.padding, stride
+        parts = kernels.phase_energies(x, weight, constant, direction, sums, list(padding), phases, r,
+                                       0.0 if fold is None else fold.eps)  # fmt: skip
+        if channels < 16:
+            energy, toward = parts.double().sum(1).view(-1, 2, stride, stride).unbind(1)
+        else:
+            energy, toward = parts.unflatten(1, (-1, stride)).double().sum(1)[..., 0].unbind(2)  # B, s, s
         if self.score == "energy":
             return energy
         rms = (energy.sum((1, 2), keepdim=True) / (height * width)).sqrt()
@@ -166,6 +174,22 @@ class Anchor(nn.Module):
 
     def extra_repr(self) -> str:
         return f"score={self.score!r}, sketch={self.sketch}"
+
+
+def _cell_weights(weight: Tensor, conv: Strided) -> tuple[Tensor, tuple[int, int]]:
+    """The convolution at every phase of a stride-s grid, as a convolution of its s x s cells.
+
+    Phase (a, b) sees the kernel (r, C, k, k) moved by (a - p, b - p) pixels: placed on a canvas of whole cells.
+    Returns weights (cells cells C s s, s s r), patches as (cell row, cell column, channel, row, column), and padding.
+    """
+    (k, _), (s, _), (p, _) = conv
+    before = -(-p // s)  # whole cells above and to the left of the first
+    cells = before + (s - 1 - p + k - 1) // s + 1
+    place = torch.arange(k, device=weight.device) + torch.arange(s, device=weight.device)[:, None] - p + before * s
+    at = (place[..., None] == torch.arange(cells * s, device=weight.device)).to(weight.dtype)  # phase, tap, canvas
+    canvas = torch.einsum("rcij,aiu,bjv->ucvabr", weight, at, at)  # cells s, C, cells s, s, s, r
+    canvas = canvas.unflatten(0, (cells, s)).unflatten(3, (cells, s))  # cell, row, C, cell, column, a, b, r
+    return canvas.permute(0, 3, 2, 1, 4, 5, 6, 7).reshape(cells**2 * weight.shape[1] * s * s, -1), (before, before)
 
 
 class ConvAnchor(Anchor):
@@ -245,7 +269,7 @@ class WindowAnchor(Anchor):
 
     def __init__(self, *, score: Score = "signed") -> None:
         super().__init__(score=score)
-        wave = _direction(4096, torch.ones(1, dtype=torch.float64)) * (4096 / 2) ** 0.5
+        wave = _direction(4096, torch.ones(1, dtype=torch.float64)).float() * (4096 / 2) ** 0.5
         self.register_buffer("wave", wave, persistent=False)  # kept: a sine per token and channel would be slow
 
     def forward(self, x: Tensor, window: tuple[int, int], fast: bool = False) -> tuple[Tensor, Tensor]:

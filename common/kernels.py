@@ -45,7 +45,9 @@ def fits_window_kernel(qkv: Tensor, window: tuple[int, int]) -> bool:
 def fits_phase_kernel(x: Tensor, weight: Tensor, stride: tuple[int, int]) -> bool:
     """Whether ``phase_energies`` takes these: a sketch of 16-64 directions, a square kernel, stride 2 or 4."""
     r, _, kh, kw = weight.shape
-    return usable(x) and x.dtype != torch.float64 and r in (16, 32, 64) and kh == kw and stride in ((2, 2), (4, 4))
+    whole = all(side % s == 0 for side, s in zip(x.shape[2:], stride, strict=True))
+    fits = r in (16, 32, 64) and kh == kw and stride in ((2, 2), (4, 4)) and whole
+    return usable(x) and x.dtype != torch.float64 and fits
 
 
 def fits_offset_kernel(strength: Tensor) -> bool:
@@ -161,63 +163,54 @@ if AVAILABLE:
     @triton.jit
     def _phase_energies(x, weight, bias, direction, colsum, out, channels, height, width, sb, sc, sh, sw,
                         SIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, STRIDE: tl.constexpr,
-                        NORM: tl.constexpr, EPS: tl.constexpr, FEW: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+                        NORM: tl.constexpr, EPS: tl.constexpr, R: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
                         BLOCK: tl.constexpr):  # fmt: skip
-        """One row of positions: energy and direction of the convolution there, summed per phase of the columns.
+        """One row of positions: energy and direction of convolutions there, summed per phase of the columns.
 
-        Of few channels, one at a time is multiplied with all taps; of many, one tap at a time with all channels.
+        ``GROUPS`` convolutions of R outputs each are summed apart, and GROUPS R columns of the weight taken at a time.
         """
-        image, h, r, k = tl.program_id(0), tl.program_id(1), tl.arange(0, R), tl.arange(0, K)
+        image, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        n, k = part * GROUPS * R + tl.arange(0, GROUPS * R), tl.arange(0, K)
+        columns = tl.num_programs(2) * GROUPS * R
         base = x + image.to(tl.int64) * sb
-        add, toward = tl.load(bias + r), tl.load(direction + r)
-        energies = tl.zeros([STRIDE], tl.float32)
-        directions = tl.zeros([STRIDE], tl.float32)
+        add, toward = tl.load(bias + n), tl.load(direction + n)
+        energies = tl.zeros([STRIDE * GROUPS], tl.float32)
+        directions = tl.zeros([STRIDE * GROUPS], tl.float32)
         for start in range(0, width, BLOCK):
             w = start + tl.arange(0, BLOCK)
             real = w < width
-            w = tl.where(real, w, 0)
-            t = tl.zeros([BLOCK, R], tl.float32)
-            if FEW:
-                inside = k < SIDE * SIDE
-                row = (h + k // SIDE - PAD_H + height) % height
-                column = w[:, None] + (k % SIDE - PAD_W)[None, :]
-                column = tl.where(column < 0, column + width, column)
-                column = tl.where(column >= width, column - width, column)
-                place = base + (row * sh)[None, :] + column * sw
-                for c in range(channels):
-                    a = tl.load(place + c * sc, inside[None, :], 0.0)
-                    m = tl.load(weight + (k * channels + c)[:, None] * R + r[None, :], inside[:, None], 0.0)
+            t = tl.zeros([BLOCK, GROUPS * R], tl.float32)
+            total = tl.zeros([BLOCK, K], tl.float32)
+            squares = tl.zeros([BLOCK, K], tl.float32)
+            for tap in range(SIDE * SIDE):
+                row = (h + tap // SIDE - PAD_H + height) % height
+                column = (tl.where(real, w, 0) + (tap % SIDE - PAD_W) + width) % width
+                place = base + row * sh + (column * sw)[:, None]
+                for first in range(0, channels, K):
+                    c = first + k
+                    inside = c < channels
+                    a = tl.load(place + (c * sc)[None, :], inside[None, :], 0.0)
+                    m = tl.load(weight + (tap * channels + c)[:, None] * columns + n[None, :], inside[:, None], 0.0)
                     t = tl.dot(a.to(m.dtype), m, t, input_precision="ieee")
-            else:
-                total = tl.zeros([BLOCK, K], tl.float32)
-                squares = tl.zeros([BLOCK, K], tl.float32)
-                for tap in range(SIDE * SIDE):
-                    row = (h + tap // SIDE - PAD_H + height) % height
-                    column = (w + (tap % SIDE - PAD_W) + width) % width
-                    place = base + row * sh + (column * sw)[:, None]
-                    for first in range(0, channels, K):
-                        c = first + k
-                        inside = c < channels
-                        a = tl.load(place + (c * sc)[None, :], inside[None, :], 0.0)
-                        m = tl.load(weight + (tap * channels + c)[:, None] * R + r[None, :], inside[:, None], 0.0)
-                        t = tl.dot(a.to(m.dtype), m, t, input_precision="ieee")
-                        if NORM:
-                            wide = a.to(tl.float32)
-                            total += wide
-                            squares += wide * wide
-                if NORM:
-                    size = SIDE * SIDE * channels
-                    mean = tl.sum(total, 1) / size
-                    inverse = 1.0 / tl.sqrt(tl.maximum(tl.sum(squares, 1) / size - mean * mean, 0.0) + EPS)
-                    t = (t - mean[:, None] * tl.load(colsum + r)[None, :]) * inverse[:, None]
-            t = t + add[None, :]
-            e = tl.where(real, tl.sum(t * t, 1), 0.0)
-            f = tl.where(real, tl.sum(t * toward[None, :], 1), 0.0)
-            energies += tl.sum(tl.reshape(e, [BLOCK // STRIDE, STRIDE]), 0)
-            directions += tl.sum(tl.reshape(f, [BLOCK // STRIDE, STRIDE]), 0)
-        place = out + (image * height + h) * 2 * STRIDE + tl.arange(0, STRIDE)
+                    if NORM:
+                        wide = a.to(tl.float32)
+                        total += wide
+                        squares += wide * wide
+            if NORM:
+                size = SIDE * SIDE * channels
+                mean = tl.sum(total, 1) / size
+                inverse = 1.0 / tl.sqrt(tl.maximum(tl.sum(squares, 1) / size - mean * mean, 0.0) + EPS)
+                t = (t - mean[:, None] * tl.load(colsum + n)[None, :]) * inverse[:, None]
+            t = tl.where(real[:, None], t + add[None, :], 0.0)
+            e = tl.sum(tl.reshape(t * t, [BLOCK // STRIDE, STRIDE, GROUPS * R]), 0)
+            f = tl.sum(tl.reshape(t * toward[None, :], [BLOCK // STRIDE, STRIDE, GROUPS * R]), 0)
+            energies += tl.sum(tl.reshape(e, [STRIDE * GROUPS, R]), 1)
+            directions += tl.sum(tl.reshape(f, [STRIDE * GROUPS, R]), 1)
+        s = tl.arange(0, STRIDE * GROUPS)  # (phase of the column, convolution)
+        place = out + (image * height + h) * 2 * STRIDE * (columns // R) + part * GROUPS
+        place += (s // GROUPS) * (columns // R) + s % GROUPS
         tl.store(place, energies)
-        tl.store(place + STRIDE, directions)
+        tl.store(place + STRIDE * (columns // R), directions)
 
     @triton.jit
     def _mean_over_window(n, SIDE: tl.constexpr, UNEVEN: tl.constexpr, T: tl.constexpr):
@@ -310,19 +303,22 @@ register_autograd("shift_vits::window_attention", _backward, setup_context=_reme
 
 @triton_op("shift_vits::phase_energies", mutates_args={})
 def phase_energies(x: Tensor, weight: Tensor, bias: Tensor, direction: Tensor, colsum: Tensor | None,
-                   padding: list[int], stride: int, eps: float) -> Tensor:  # fmt: skip
-    """Energy |t|^2 and direction <t, direction> of a convolution at every position, per row and phase of the columns.
+                   padding: list[int], stride: int, rank: int, eps: float) -> Tensor:  # fmt: skip
+    """Energy |t|^2 and direction <t, direction> of g convolutions of ``rank`` outputs each, at every position, summed
+    per row and phase of the columns.
 
     With ``colsum`` the convolved patch is normalised first: t = (t - mean colsum) / std + bias.
 
-    Shapes: x (B, C, H, W), any strides; weight (C, r, k, k) as (k k C, r); bias, direction (r,) -> (B, H, 2, stride).
+    Shapes: x (B, C, H, W), any strides; weight (k k C, g rank) for patches as (row, column, channel); bias, direction
+    and colsum (g rank,) -> (B, H, 2, stride, g).
     """
     b, c, h, w = x.shape
-    side, r = round((weight.shape[0] // c) ** 0.5), weight.shape[1]
-    out = torch.empty((b, h, 2, stride), dtype=torch.float32, device=x.device)
-    _launch(_phase_energies, (b, h), x, weight, bias, direction, bias if colsum is None else colsum, out, c, h, w,
-            *x.stride(), SIDE=side, PAD_H=padding[0], PAD_W=padding[1], STRIDE=stride, NORM=colsum is not None,
-            EPS=eps, FEW=c < 16, R=r, K=max(16, _power(side * side)) if c < 16 else 32, BLOCK=64,
+    side, groups = round((weight.shape[0] // c) ** 0.5), weight.shape[1] // rank
+    out = torch.empty((b, h, 2, stride, groups), dtype=torch.float32, device=x.device)
+    together = min(groups, max(1, 64 // rank))
+    _launch(_phase_energies, (b, h, groups // together), x, weight, bias, direction, bias if colsum is None else colsum,
+            out, c, h, w, *x.stride(), SIDE=side, PAD_H=padding[0], PAD_W=padding[1], STRIDE=stride,
+            NORM=colsum is not None, EPS=eps, R=rank, GROUPS=together, K=64 if c in (48, 64) else 32, BLOCK=64,
             num_warps=4)  # fmt: skip
     return out
 

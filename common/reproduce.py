@@ -3,17 +3,20 @@
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .engine import train
-from .recipe import Recipe, RunOptions
+from .recipe import BaseRecipe, Recipe, RunOptions
 from .sources import KNOWN
 from .tables import format_table, write_json
+from .task import Classification, Task
 
 __all__ = ["main", "rescale"]
+
+R = TypeVar("R", bound=BaseRecipe)
 
 SCALES = {
     "full": "the paper's schedule",
@@ -35,16 +38,17 @@ def rescale(recipe: Recipe, scale: str) -> Recipe:
                    crop=False)  # fmt: skip
 
 
-def main(
-    recipes: Mapping[str, Recipe], description: str, arguments: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
-    """A folder's ``reproduce.py``."""
+def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | None = None, *,
+         task: type[Task] = Classification, rescale: Callable[[R, str], R] = rescale,  # type: ignore[assignment]
+         scales: Mapping[str, str] = SCALES,
+         known: Mapping[str, tuple[int, int, int]] = KNOWN) -> list[dict[str, Any]]:  # fmt: skip
+    """A folder's ``reproduce.py``. ``rescale`` knows the ``scales``, ``known`` the rows of whole data sets."""
     rows = [name for name, recipe in recipes.items() if recipe.target]
     cifar10 = [name for name in rows if recipes[name].data == "uoft-cs/cifar10"]
-    scales = "; ".join(f"{name}: {what}" for name, what in SCALES.items())
+    meaning = "; ".join(f"{name}: {what}" for name, what in scales.items())
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=rows, default=cifar10, help="rows of the paper's tables")
-    parser.add_argument("--scale", choices=SCALES, default="full", help=scales)
+    parser.add_argument("--rows", nargs="+", choices=rows, default=cifar10 or rows, help="rows of the paper's tables")
+    parser.add_argument("--scale", choices=scales, default="full", help=meaning)
     parser.add_argument("--data", help="a folder, if the data set of these rows is not to come from the Hub")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/reproduce"))
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
@@ -58,7 +62,7 @@ def main(
     table = []
     for name in args.rows:
         recipe = rescale(recipes[name], args.scale)
-        expected = None if smoke else KNOWN.get(recipe.data)
+        expected = None if smoke else known.get(recipe.data)
         if args.data and not smoke:
             recipe = replace(recipe, data=args.data)
         if recipe.pretrained and recipe.pretrained.startswith("row:"):  # a row that starts from another one's weights
@@ -66,8 +70,9 @@ def main(
         results = _finished(directory(name), recipe) or train(name, recipe, RunOptions(
             output_dir=str(directory(name)), mixed_precision=args.mixed_precision, compile=args.compile,
             limit=160 if smoke else None, expected_rows=expected, resume_from_checkpoint="latest",
-            checkpointing_minutes=0 if smoke else 10))  # fmt: skip
-        row: dict[str, Any] = {"row": name, "model": recipe.model, "epochs": recipe.epochs}
+            checkpointing_minutes=0 if smoke else 10), task)  # fmt: skip
+        length = {"steps": recipe.steps} if recipe.steps else {"epochs": recipe.epochs}
+        row: dict[str, Any] = {"row": name, "model": recipe.model, **length}
         for metric, paper in recipe.target.items():
             row |= {f"{metric} paper": paper, f"{metric} ours": results.get(metric)}
         table.append(row)
@@ -76,7 +81,7 @@ def main(
     return table
 
 
-def _finished(directory: Path, recipe: Recipe) -> dict[str, Any] | None:
+def _finished(directory: Path, recipe: BaseRecipe) -> dict[str, Any] | None:
     """Results of an earlier, whole run of the same recipe."""
     path = directory / "results.json"
     if not path.exists():

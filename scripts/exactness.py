@@ -1,6 +1,8 @@
 """Count how many images keep their logits to the bit, and their label, under random circular shifts.
 
-For every model and precision: each image is classified at its place and at two random shifts, at equal batch size.
+For every model and precision: each image is classified at its place and at two random shifts, at equal batch size. For
+segmenters, given as directories, logits are rolled back and all pixels must agree.
+
 ``python scripts/exactness.py --models a_swin_tiny swin_tiny --data DIR --images 1000 --precisions float32 bf16``
 """
 
@@ -13,12 +15,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from common import create_model, from_pretrained, list_models
-from common.classifier import Classifier
 from common.data import load_data
-from common.hub import resolve_file
+from common.hub import HubModel, resolve_file
 from common.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.shifts import random_shifts, roll
 from common.tables import format_table, write_json
+from segmentation import UperNet
+from segmentation.data import load_scenes
+from segmentation.preprocess import ScenePreprocess
 
 PRECISIONS = {"float32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,7 +30,10 @@ PRECISIONS = {"float32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": tor
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument(
-        "--models", nargs="+", default=list_models("*_micro"), help="names (lively random weights) or directories"
+        "--models",
+        nargs="+",
+        default=list_models("*_micro", exclude_filters="upernet_*"),
+        help="names (lively random weights) or directories",
     )
     parser.add_argument("--data", default="digits", help="'digits' or a folder; its evaluation split is used")
     parser.add_argument("--images", type=int, default=1000)
@@ -36,14 +43,16 @@ def main() -> None:
     parser.add_argument("--json", help="file to write the counts to")
     args = parser.parse_args()
 
-    split = load_data(args.data)[1].head(args.images).to(torch.device(args.device))
     rows = []
     for name in args.models:
-        model = load(name, len(split.classes)).to(args.device)
+        model = load(name).to(args.device)
+        source = load_scenes if isinstance(model, UperNet) else load_data
+        split: Any = source(args.data)[1].head(args.images).to(torch.device(args.device))  # type: ignore[operator]
         if name in list_models():
-            preprocess = Preprocess(size=model.img_size, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+            preprocess: Any = Preprocess(size=model.img_size, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))  # type: ignore
         else:
-            preprocess = Preprocess.load(resolve_file(name, PREPROCESSOR_NAME))
+            kind = ScenePreprocess if isinstance(model, UperNet) else Preprocess
+            preprocess = kind.load(resolve_file(name, PREPROCESSOR_NAME))
         for precision in args.precisions:
             same_bits, same_label = count(model, split.images, preprocess, precision, args.batch_size)
             rows.append({"model": name, "precision": precision, "device": device_name(args.device),
@@ -53,9 +62,9 @@ def main() -> None:
         write_json(args.json, rows)
 
 
-def load(name: str, classes: int) -> Classifier:
+def load(name: str) -> HubModel:
     if name in list_models():
-        model = create_model(name, num_classes=classes)
+        model = create_model(name)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():  # initial weights tell images apart too little for a label to flip
             for parameter in model.parameters():
@@ -63,15 +72,12 @@ def load(name: str, classes: int) -> Classifier:
                 parameter.add_(0.1 * noise if parameter.ndim < 2 else noise / parameter[0].numel() ** 0.5)
     else:
         model = from_pretrained(name)
-    assert isinstance(model, Classifier)
     return model.eval()
 
 
 @torch.no_grad()
-def count(
-    model: Classifier, images: Tensor, preprocess: Preprocess, precision: str, batch_size: int
-) -> tuple[int, int]:
-    """Images whose logits are bit-identical, and whose label is the same, at all three places."""
+def count(model: HubModel, images: Tensor, preprocess: Any, precision: str, batch_size: int) -> tuple[int, int]:
+    """Images whose logits are bit-identical, and whose label (of every pixel) is the same, at all three places."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     dtype = PRECISIONS[precision]
     autocast: Any = torch.autocast(images.device.type, dtype) if dtype else contextlib.nullcontext()
@@ -83,9 +89,11 @@ def count(
             first = model(x)
             bits = labels = torch.ones(len(x), dtype=torch.bool, device=x.device)
             for seed in (1, 2):
-                moved = model(roll(x, random_shifts(index, (0, 0), (x.shape[2] - 1, x.shape[3] - 1), seed)))
-                bits = bits & (moved == first).all(1)
-                labels = labels & (moved.argmax(1) == first.argmax(1))
+                offset = random_shifts(index, (0, 0), (x.shape[2] - 1, x.shape[3] - 1), seed)
+                moved = model(roll(x, offset))
+                moved = roll(moved, -offset) if first.ndim == 4 else moved
+                bits = bits & (moved == first).flatten(1).all(1)
+                labels = labels & (moved.argmax(1) == first.argmax(1)).view(len(x), -1).all(1)
         same_bits, same_label = same_bits + int(bits.sum()), same_label + int(labels.sum())
     return same_bits, same_label
 

@@ -22,12 +22,12 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from common.data import Split, load_digits_data
+from common.data import Arrays, Split, load_digits_data
 from common.metrics import IGNORE_INDEX
 from common.seeding import hashed_uniform
 from common.sources import EVALUATION_SPLITS, IMAGE_COLUMNS, IMAGE_SUFFIXES, decode_image, find_column, import_datasets
 
-from .preprocess import ScenePreprocess, resize_image, resize_labels
+from .preprocess import ScenePreprocess, resize_image
 
 __all__ = ["ADE20K", "CAMVID", "EncodedScenes", "Labelling", "Scenes", "load_digit_scenes", "load_scenes",
            "load_split"]  # fmt: skip
@@ -94,12 +94,8 @@ class PixelSplit(Split):
 
 
 @dataclass(frozen=True)
-class Scenes(PixelSplit):
+class Scenes(PixelSplit, Arrays):
     """A split in memory: images (N, 3, H, W) uint8, labels (N, H, W) uint8, class names. Items are indices."""
-
-    images: Tensor
-    labels: Tensor
-    classes: tuple[str, ...]
 
     def __post_init__(self) -> None:
         if not len(self.images):
@@ -111,25 +107,13 @@ class Scenes(PixelSplit):
         if counted.numel() and (high := int(counted.max())) >= len(self.classes):
             raise ValueError(f"labels run up to {high}, but there are {len(self.classes)} classes")
 
-    def __getitem__(self, item: int | tuple[int, int]) -> int:
-        return item[1] if isinstance(item, tuple) else item
-
-    def fetch(self, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.images[batch], self.labels[batch], batch
-
-    def to(self, device: torch.device) -> "Scenes":
-        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
-
-    def head(self, count: int | None) -> "Scenes":
-        return replace(self, images=self.images[:count], labels=self.labels[:count])
-
 
 @dataclass(frozen=True)
 class EncodedScenes(PixelSplit):
     """A split that is decoded on demand: ``read(items[i])`` gives the bytes of image i and of its label image.
 
     After ``prepared`` an item is (image (3, H, W), labels (H, W), index), uint8: asked for by (epoch, index) the
-    training crop, by index alone the whole scene at the size it is evaluated at.
+    training crop, by index alone the whole scene, its image at the size it is evaluated at, its labels at their own.
     """
 
     items: Sequence[Any]
@@ -174,8 +158,7 @@ class EncodedScenes(PixelSplit):
         if epoch is not None:
             image, labels = self.preprocess.crop(image, labels, index, self.seed, epoch)
         else:
-            size = self.preprocess.evaluation_size((labels.shape[0], labels.shape[1]))
-            image, labels = resize_image(image, size), resize_labels(labels, size)
+            image = resize_image(image, self.preprocess.evaluation_size((image.shape[1], image.shape[2])))
         return image.contiguous(), labels.contiguous(), index
 
     def fetch(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:

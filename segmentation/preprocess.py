@@ -32,7 +32,7 @@ class ScenePreprocess:
 
     Evaluation resizes to ``size`` or, with ``resize = (long, short)``, keeps the ratio: as large as fits into these
     sides; then each side is rounded up to a multiple of ``multiple`` (the paper's circular setting; an adaptive model
-    is exact only for these). Labels take the nearest pixel.
+    is exact only for these). Labels stay as they are: masks are brought to their size.
 
     Training, per image: resize (to ``resize`` or its own size, times a factor in ``ratio_range``, keeping the ratio),
     a random crop of ``size`` in which no class fills more than ``max_class_share`` (of ten tries), what is missing
@@ -77,22 +77,15 @@ class ScenePreprocess:
         rows, columns = self.multiple
         return math.ceil(height / rows) * rows, math.ceil(width / columns) * columns
 
-    def evaluate(self, images: Tensor | Sequence[Tensor], labels: Tensor | Sequence[Tensor] | None = None
-                 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Normalised images (B, 3, H, W) and labels (B, H, W), long, of one size."""
+    def evaluate(self, images: Tensor | Sequence[Tensor]) -> Tensor:
+        """Normalised images (B, 3, H, W) of one size."""
         sizes = [self.evaluation_size((image.shape[-2], image.shape[-1])) for image in images]
         if len(set(sizes)) > 1:
             raise ValueError(f"images of one batch come out at different sizes ({sorted(set(sizes))[:3]}...): evaluate "
                              "them with a batch size of 1, or give no 'resize', so that all get one size")  # fmt: skip
         if isinstance(images, Tensor):
-            x = self.normalise(resize_image(images, sizes[0]))
-        else:
-            x = self.normalise(torch.stack([resize_image(image, sizes[0]) for image in images]))
-        if labels is None:
-            return x, None
-        if isinstance(labels, Tensor):
-            return x, resize_labels(labels, sizes[0]).long()
-        return x, torch.stack([resize_labels(label, sizes[0]) for label in labels]).long()
+            return self.normalise(resize_image(images, sizes[0]))
+        return self.normalise(torch.stack([resize_image(image, sizes[0]) for image in images]))
 
     def train(self, images: Tensor | Sequence[Tensor], labels: Tensor | Sequence[Tensor], index: Tensor, *seeds: int,
               cropped: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip

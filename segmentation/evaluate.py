@@ -1,0 +1,6 @@
+"""Evaluate UperNet: ``python segmentation/evaluate.py --model DIR_OR_REPO_OR_NAME --data NAME_OR_DIR ...``"""
+
+from segmentation.evaluation import main
+
+if __name__ == "__main__":
+    main(__doc__ or "")

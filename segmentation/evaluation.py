@@ -1,0 +1,200 @@
+"""One evaluation for all segmenters: counts over a split, gathered over processes without counting padding twice."""
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from common.hub import resolve_file
+from common.metrics import (
+    circular_pixel_agreement,
+    confusion_matrix,
+    mean_iou,
+    standard_pixel_agreement,
+    worst_pixel_agreement,
+)
+from common.preprocess import PREPROCESSOR_NAME
+from common.registry import create_model, from_pretrained, list_models
+from common.shifts import random_shifts
+from common.tables import format_table, write_json
+
+from .data import PixelSplit, Scenes, load_scenes
+from .inference import pictures, slide
+from .model import UperNet
+from .preprocess import ScenePreprocess
+
+__all__ = ["METRICS", "evaluate", "main"]
+
+METRICS = "miou, mascc, massc; mascc@K, massc@K for shifts up to K px; mascc_worst@K for all shifts below K px"
+METRIC = re.compile(r"(miou|mascc|massc|mascc_worst)(?:@(\d+))?")
+
+Model = Callable[[Tensor], Tensor]
+
+
+def evaluate(model: Model, split: PixelSplit, preprocess: ScenePreprocess, metrics: Sequence[str], *,
+             accelerator: Accelerator | None = None, batch_size: int = 8, seed: int = 0, workers: int = 0,
+             progress: bool = True) -> dict[str, Any]:  # fmt: skip
+    """Measure ``metrics`` (percent) on ``split``; ``model`` is in eval mode and, with several processes, prepared.
+
+    mIoU compares masks with the labels as they are stored: logits are brought to their size. Scenes that are decoded on
+    demand, and may differ in size, are taken one at a time.
+    """
+    accelerator = accelerator or Accelerator()
+    parsed = {name: _parse(name) for name in metrics}
+    split = split.prepared(preprocess).to(accelerator.device)
+    in_memory = isinstance(split, Scenes)
+    loader = accelerator.prepare(
+        DataLoader(split, batch_size=batch_size if in_memory else 1, num_workers=0 if in_memory else workers)
+    )
+    classes = len(split.classes)
+    matrix = torch.zeros(classes, classes, dtype=torch.long, device=accelerator.device)
+    shares = torch.zeros(len(parsed), dtype=torch.float64, device=accelerator.device)
+    total = 0
+    for batch in tqdm(loader, desc="evaluate", leave=False, disable=not (progress and accelerator.is_main_process)):
+        pixels, labels, index = split.fetch(batch)
+        images = preprocess.evaluate(pixels)
+        outcomes = []
+        with torch.no_grad(), accelerator.autocast():
+            for kind, reach in parsed.values():
+                if kind == "miou":
+                    masks = _masks(model(images), labels)
+                    counts = [confusion_matrix(*pair, classes) for pair in zip(masks, labels, strict=True)]
+                    matrix += accelerator.gather_for_metrics(torch.stack(counts)).sum(0)
+                    outcomes.append(torch.zeros(len(images), dtype=torch.float64, device=images.device))
+                elif kind == "mascc":
+                    outcomes.append(circular_pixel_agreement(model, images, index, max_shift=reach, seed=seed))
+                elif kind == "mascc_worst":
+                    outcomes.append(worst_pixel_agreement(model, images, reach or 8))
+                else:
+                    outcomes.append(standard_pixel_agreement(model, images, index, max_shift=reach, seed=seed))
+        gathered = accelerator.gather_for_metrics(torch.stack(outcomes, 1))  # images, metrics
+        total += len(gathered)
+        shares += gathered.sum(0)
+    result = {name: 100.0 * share / total for name, share in zip(parsed, shares.tolist(), strict=True)}
+    if "miou" in parsed:
+        result["miou"] = mean_iou(matrix)
+    return {**result, "images": total, "seed": seed}
+
+
+def _masks(logits: Tensor, labels: Tensor) -> Tensor:
+    """(B, classes, H, W) -> (B, h, w) labels at the size of ``labels``."""
+    size = (labels.shape[-2], labels.shape[-1])
+    if logits.shape[-2:] != size:
+        logits = F.interpolate(logits.float(), size, mode="bilinear", align_corners=False)
+    return logits.argmax(1)
+
+
+def _parse(name: str) -> tuple[str, int | None]:
+    match = METRIC.fullmatch(name)
+    if not match or name.startswith("miou@"):
+        raise ValueError(f"unknown metric {name!r}: choose among {METRICS}")
+    return match[1], int(match[2]) if match[2] else None
+
+
+def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """``evaluate.py``: measure a model on the evaluation split of a data set, print a table, write JSON, draw."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", required=True, help="directory, Hub id, or name (fresh weights)")
+    parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
+    parser.add_argument("--metrics", nargs="*", default=["miou", "mascc", "massc"], help=METRICS)
+    parser.add_argument("--slide", nargs=2, type=int, metavar=("WINDOW", "STRIDE"),
+                        help="average over windows of this side instead of the whole image")  # fmt: skip
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="draw what shifts change in a few scenes")
+    parser.add_argument("--compare", metavar="MODEL", help="a second model to draw beside the first")
+    parser.add_argument("--scenes", type=int, default=4, help="how many scenes to draw")
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=int, help="use only the first scenes")
+    parser.add_argument("--dataloader_num_workers", type=int, default=min(8, os.cpu_count() or 1),
+                        help="processes that decode scenes of different sizes")  # fmt: skip
+    parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
+    parser.add_argument("--json", help="file to write the results to")
+    args = parser.parse_args(arguments)
+
+    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    split = load_scenes(args.data)[1].head(args.limit)
+    networks, preprocess = {}, None
+    for source in filter(None, (args.model, args.compare)):
+        network, stored = load_for_evaluation(source, len(split.classes))
+        networks[source], preprocess = network.to(accelerator.device), preprocess or stored
+    assert preprocess is not None
+    models: dict[str, Model] = dict(networks)
+    if args.slide:
+        window, stride = ((side, side) for side in args.slide)
+        models = {source: partial(slide, model, window=window, stride=stride) for source, model in models.items()}
+    results: dict[str, Any] = {"model": args.model, "data": args.data}
+    if args.metrics:
+        results |= evaluate(models[args.model], split, preprocess, args.metrics, accelerator=accelerator,
+                            batch_size=args.batch_size, seed=args.seed,
+                            workers=args.dataloader_num_workers)  # fmt: skip
+    results |= {"precision": accelerator.mixed_precision,
+                "parameters": sum(p.numel() for p in networks[args.model].parameters())}  # fmt: skip
+    if accelerator.is_main_process:
+        print(format_table([results]))
+        if args.pictures:
+            order = sorted(models, key=lambda source: networks[source].adaptive)  # default before adaptive
+            apart = len({Path(source).name for source in order}) == len(order)
+            named = {Path(source).name if apart else source: models[source] for source in order}
+            with accelerator.autocast():
+                rows = draw(named, split, preprocess, args.pictures, args.scenes, args.seed, accelerator.device)
+            results["pictures"] = rows
+            print(format_table(rows))
+            print(f"pictures: {args.pictures}; percent of pixels whose label changes, mean over the scenes drawn")
+        if args.json:
+            write_json(args.json, results)
+    return results
+
+
+def load_for_evaluation(source: str, classes: int) -> tuple[UperNet, ScenePreprocess]:
+    """A segmenter by directory, Hub id or name, and the preprocessing stored beside it (else the model's own size)."""
+    named = source in list_models()
+    model = create_model(source, num_classes=classes) if named else from_pretrained(source)
+    if not isinstance(model, UperNet):
+        raise TypeError(f"{source} is a {type(model).__name__}, no segmenter: use its own folder's evaluate.py")
+    if model.num_classes != classes:
+        raise ValueError(f"{source} tells {model.num_classes} classes apart, the data have {classes}: fine-tune it on "
+                         "them, or evaluate on its own data")  # fmt: skip
+    try:
+        if not named:
+            return model.eval(), ScenePreprocess.load(resolve_file(source, PREPROCESSOR_NAME))
+    except FileNotFoundError:
+        pass
+    return model.eval(), ScenePreprocess(size=model.img_size, multiple=model.multiple)
+
+
+def draw(models: Mapping[str, Model], split: PixelSplit, preprocess: ScenePreprocess, directory: Path, count: int,
+         seed: int, device: torch.device) -> list[dict[str, Any]]:  # fmt: skip
+    """The paper's figure of scenes spread over the split, under both kinds of shift: a PNG per size of scene.
+
+    Returns a row per PNG with the share of pixels that change, in percent, per model.
+    """
+    split = split.prepared(preprocess).to(device)
+    chosen = torch.linspace(0, len(split) - 1, min(count, len(split)), dtype=torch.float64).round().long()
+    groups: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
+    for i in chosen.tolist():
+        pixels = split.images[i] if isinstance(split, Scenes) else split[i][0].to(device)
+        image = preprocess.evaluate(pixels[None])
+        groups.setdefault((image.shape[2], image.shape[3]), []).append((i, image))
+    rows = []
+    for (height, width), scenes in groups.items():
+        index, images = torch.tensor([i for i, _ in scenes], device=device), torch.cat([image for _, image in scenes])
+        reach = (height // 8, width // 8)
+        shifts = {
+            "circular": random_shifts(index, (0, 0), (height - 1, width - 1), seed, 1),
+            "standard": random_shifts(index, (-reach[0], -reach[1]), reach, seed, 1),
+        }
+        for kind, shift in shifts.items():
+            name = f"{kind}_{height}x{width}.png"
+            changed = pictures(models, images, shift, directory / name, preprocess=preprocess, kind=kind)  # type: ignore[arg-type]
+            rows.append({"picture": name, **{key: sum(values) / len(values) for key, values in changed.items()}})
+    return rows

@@ -1,0 +1,123 @@
+"""Segmentation as a task of the training loop: recipe, model, loss, measurements."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from common.data import check_rows
+from common.hub import WEIGHTS_NAME, load_weights, resolve_file
+from common.metrics import IGNORE_INDEX
+from common.recipe import BaseRecipe, RunOptions
+from common.registry import create_model
+from common.task import Task
+
+from .data import PixelSplit, load_scenes
+from .evaluation import evaluate
+from .model import UperNet
+from .preprocess import ScenePreprocess
+
+__all__ = ["Segmentation", "SegmentationRecipe"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentationRecipe(BaseRecipe):
+    """One row of a segmentation table. Images: see ``ScenePreprocess``."""
+
+    backbone: str | None = None  # where its weights start: directory or Hub id of a classifier
+    auxiliary: float = 0.4  # weight of the auxiliary head's loss
+    size: tuple[int, int] | None = None  # training crop; None: the model's own
+    resize: tuple[int, int] | None = None  # (long, short) side; None: as they are to train, to ``size`` to evaluate
+    multiple: int = 0  # sides to evaluate at are rounded up to a multiple of this; 0: of the model's
+    ratio_range: tuple[float, float] | None = None
+    max_class_share: float = 1.0
+    photometric: bool = False
+    metrics: tuple[str, ...] = ("miou", "mascc", "massc")
+
+
+class Segmentation(Task[SegmentationRecipe]):
+    """Images to a label per pixel."""
+
+    best = "miou"
+    model: UperNet
+    train_split: PixelSplit
+
+    def __init__(self, recipe: SegmentationRecipe, options: RunOptions, accelerator: Accelerator) -> None:
+        super().__init__(recipe, options, accelerator)
+        train, test = self.load()
+        self.model = self.build(len(train.classes))
+        keys = ("resize", "mean", "std", "ratio_range", "max_class_share", "flip", "photometric")
+        multiple = (recipe.multiple, recipe.multiple) if recipe.multiple else self.model.multiple
+        self.model.check_size(multiple)
+        self.preprocess = ScenePreprocess(size=self.model.img_size, multiple=multiple,
+                                          **{key: getattr(recipe, key) for key in keys})  # fmt: skip
+        self.train_split = train.prepared(self.preprocess, seed=recipe.seed).to(accelerator.device)
+        self.test_split = test.to(accelerator.device)
+
+    def load(self) -> tuple[PixelSplit, PixelSplit]:
+        options = self.options
+        if options.streaming or options.skip_broken:
+            raise ValueError("scenes are neither streamed nor skipped: leave out --streaming and --skip_broken")
+        train, test = load_scenes(self.recipe.data)
+        if options.expected_rows:
+            check_rows(self.recipe.data, (len(train), len(test), len(train.classes)), options.expected_rows)
+        return train.head(options.limit), test.head(options.limit)
+
+    def build(self, classes: int) -> UperNet:
+        recipe = self.recipe
+        arguments = {"num_classes": classes, **recipe.model_args}
+        if recipe.size is not None:
+            arguments["img_size"] = recipe.size
+        if recipe.drop_path is not None:
+            arguments["drop_path_rate"] = recipe.drop_path
+        model = create_model(recipe.model, **arguments)
+        if not isinstance(model, UperNet):
+            raise TypeError(f"{recipe.model} is no segmenter: see {recipe.model.split('_')[0]}/train.py")
+        if recipe.backbone:
+            try:
+                model.load_backbone(recipe.backbone)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{error}: --backbone takes the directory or Hub id of a classifier; "
+                                        '--backbone "" starts from scratch') from None  # fmt: skip
+            self.accelerator.print(f"backbone of {recipe.backbone}")
+        if recipe.pretrained:
+            last: Any = ("decode_head.classifier.", "auxiliary_head.classifier.")
+            fresh = load_weights(model, resolve_file(recipe.pretrained, WEIGHTS_NAME), may_differ=last)
+            said = f" but {', '.join(fresh)}, which start anew for {classes} classes" if fresh else ""
+            self.accelerator.print(f"weights of {recipe.pretrained}{said}")
+        model.backbone.freeze(recipe.freeze)
+        model.set_grad_checkpointing(self.options.gradient_checkpointing)
+        if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cuda":
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place: a few crops per process are too few
+        return model
+
+    def inputs(self, batch: Any, epoch: int, number: int) -> tuple[Tensor, Tensor]:
+        images, labels, index = self.train_split.fetch(batch)
+        seeds = (self.recipe.seed, epoch)
+        return self.preprocess.train(images, labels, index, *seeds, cropped=self.train_split.cropped)
+
+    def loss(self, model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy of both heads. The mean is over all pixels, ignored ones as zeros (as in MMSegmentation): the
+        parts of a batch add up to the whole."""
+        if not self.recipe.auxiliary:
+            return _cross_entropy(model(images), targets)
+        logits, auxiliary = model(images, auxiliary=True)
+        return _cross_entropy(logits, targets) + self.recipe.auxiliary * _cross_entropy(auxiliary, targets)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, Any]:
+        batch_size = min(self.options.eval_batch_size, self.recipe.batch_size)
+        return evaluate(model, self.test_split, self.preprocess, self.recipe.metrics, accelerator=self.accelerator,
+                        batch_size=batch_size, seed=self.recipe.seed,
+                        workers=self.options.dataloader_num_workers)  # fmt: skip
+
+    def save(self, directory: Path, state: dict[str, Tensor]) -> None:
+        self.preprocess.save(self.model.save_pretrained(directory, state))
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none").mean()
