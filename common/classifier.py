@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .canonical import Canonical
 from .hub import HubModel
+from .preprocess import IMAGENET_MEAN, IMAGENET_STD
 
 __all__ = ["Classifier", "PaddingMode", "Stages", "check_images", "check_size", "resolve_padding", "to_pair"]
 
@@ -64,6 +65,7 @@ class Classifier(HubModel):
 
     norm: nn.Module
     head: nn.Module
+    num_features: int
 
     def __init__(self, arguments: dict[str, Any], *, multiple: tuple[int, int], anchors: tuple[str, ...]) -> None:
         super().__init__(arguments)
@@ -77,6 +79,7 @@ class Classifier(HubModel):
         self.multiple = multiple
         self.grad_checkpointing = False
         self.frozen: tuple[nn.Module, ...] = ()
+        self.timm_settings: dict[str, Any] | None = None
         self.feature_info: list[dict[str, Any]] = []
         self.canonicalize = Canonical()
         self.check_size(self.img_size)
@@ -182,6 +185,28 @@ class Classifier(HubModel):
             return (1, int(found[1])) if coarse else (1, int(found[1]), -1 if found[2] is None else int(found[2]))
 
         return depth
+
+    @property
+    def default_cfg(self) -> dict[str, Any]:
+        """What timm wants to know of a model: its input, normalisation, first layer and classifier."""
+        if self.timm_settings is None:
+            first = next(name for name, module in self.named_modules() if isinstance(module, nn.Conv2d))
+            self.timm_settings = {
+                "architecture": self.model_type, "input_size": (self.in_chans, *self.img_size), "pool_size": None,
+                "fixed_input_size": True, "num_classes": self.num_classes, "mean": IMAGENET_MEAN, "std": IMAGENET_STD,
+                "crop_pct": 0.875, "interpolation": "bicubic", "first_conv": first, "classifier": "head.fc",
+            }  # fmt: skip
+        return self.timm_settings
+
+    @default_cfg.setter
+    def default_cfg(self, settings: dict[str, Any]) -> None:
+        self.timm_settings = settings
+
+    pretrained_cfg = default_cfg
+
+    @property
+    def head_hidden_size(self) -> int:
+        return self.num_features
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters, besides biases and norms, that recipes leave out of weight decay."""

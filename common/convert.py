@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from .hub import check_state
 from .registry import create_model
 
-__all__ = ["BUFFERS", "State", "from_timm", "main", "move_merging", "rename", "to_timm"]
+__all__ = ["BUFFERS", "State", "from_timm", "main", "move_merging", "rename", "to_timm", "windowed_config"]
 
 State = dict[str, Tensor]
 
@@ -53,6 +54,20 @@ def from_timm(state_dict: State) -> State:
 def to_timm(state_dict: State) -> State:
     """Our weights as timm's (timm >= 0.9): the inverse of ``from_timm``."""
     return dict(state_dict)
+
+
+def windowed_config(model: Any) -> dict[str, Any]:
+    """The constructor's arguments that a timm Swin and SwinV2 have in common with ours."""
+    stages, first = model.layers, model.layers[0].blocks[0]
+    return {"img_size": tuple(model.patch_embed.img_size), "patch_size": model.patch_embed.patch_size[0],
+            "in_chans": model.patch_embed.proj.in_channels, "num_classes": model.num_classes,
+            "embed_dim": model.embed_dim, "depths": tuple(len(stage.blocks) for stage in stages),
+            "num_heads": tuple(stage.blocks[0].attn.num_heads for stage in stages),
+            "window_size": tuple(first.window_size),
+            "mlp_ratio": first.mlp.fc1.out_features / first.mlp.fc1.in_features,
+            "drop_rate": model.head.drop.p, "proj_drop_rate": first.mlp.drop1.p,
+            "attn_drop_rate": first.attn.attn_drop.p,
+            "drop_path_rate": getattr(stages[-1].blocks[-1].drop_path1, "drop_prob", 0.0)}  # fmt: skip
 
 
 def main(converters: Mapping[str, Callable[[State], State]], default_model: str) -> None:

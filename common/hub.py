@@ -116,7 +116,7 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
-def load_weights(model: nn.Module, path: Path, may_differ: str | None = None) -> list[str]:
+def load_weights(model: nn.Module, path: Path, may_differ: str | tuple[str, ...] | None = None) -> list[str]:
     """Load a safetensors file into ``model``: all names, all shapes, nothing else.
 
     ``may_differ``: tensors whose name begins so keep their own values where the file has other shapes (a classifier for

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -144,6 +145,7 @@ def parse_command_line(recipes: Mapping[str, R], default: str, arguments: Sequen
     overrides = {key: value for key, value in chosen.items() if key not in run_names}
     recipe = dataclasses.replace(recipes[name], **overrides)
     if adapt:
-        recipe = dataclasses.replace(recipe, model="a_" + recipe.model.removeprefix("a_"))
+        decoder, name_of_backbone = re.fullmatch(r"(upernet_)?(?:a_)?(\w+)", recipe.model).groups("")  # type: ignore
+        recipe = dataclasses.replace(recipe, model=f"{decoder}a_{name_of_backbone}")
     options = {"output_dir": f"outputs/{name}", **{key: value for key, value in chosen.items() if key in run_names}}
     return name, recipe, RunOptions(**options)

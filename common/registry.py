@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from typing import Any, TypeVar
 
 from .hub import CONFIG_NAME, HubModel, read_config, resolve_file
+from .timm_models import expose
 
 __all__ = ["create_model", "defaults", "from_pretrained", "list_models", "register_model"]
 
@@ -29,8 +30,12 @@ def register_model(build: Callable[..., M]) -> Callable[..., M]:
         return build(adaptive=True, **kwargs)
 
     decoder = "upernet_" if build.__name__.startswith("upernet_") else ""
+    adaptive = f"{decoder}a_{build.__name__.removeprefix(decoder)}"
     _BUILDERS[build.__name__] = build
-    _BUILDERS[f"{decoder}a_{build.__name__.removeprefix(decoder)}"] = build_adaptive
+    _BUILDERS[adaptive] = build_adaptive
+    if not decoder:
+        expose(build.__name__, build)
+        expose(adaptive, build_adaptive)
     return build
 
 

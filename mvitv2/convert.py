@@ -3,9 +3,11 @@
 ``python -m mvitv2.convert model.safetensors out --model mvitv2_tiny`` writes a directory for ``from_pretrained``.
 """
 
+from typing import Any
+
 from common.convert import State, main
 
-__all__ = ["from_timm", "to_timm"]
+__all__ = ["from_timm", "timm_config", "to_timm"]
 
 FOREIGN = {
     "cls_token": "a class token, which has no place on the torus",
@@ -24,6 +26,19 @@ def to_timm(state_dict: State) -> State:
     """The exact inverse of ``from_timm``. Tables of a non-square model keep their shapes; timm builds square ones."""
     _check(state_dict)
     return dict(state_dict)
+
+
+def timm_config(model: Any) -> dict[str, Any]:
+    """The arguments of ``MViTv2`` that make what a timm ``MultiScaleVit`` is."""
+    first, stem, last = model.stages[0].blocks[0], model.patch_embed.proj, model.stages[-1].blocks[-1]
+    side = (len(first.attn.rel_pos_h) + 1) // 2 * stem.stride[0]
+    kernels = [getattr(stage.blocks[0].attn.pool_q, "stride", (1, 1))[0] for stage in model.stages]
+    return {"img_size": side, "patch_kernel": stem.kernel_size[0], "patch_stride": stem.stride[0],
+            "in_chans": stem.in_channels, "num_classes": model.num_classes, "embed_dim": stem.out_channels,
+            "depths": tuple(len(stage.blocks) for stage in model.stages), "num_heads": first.attn.num_heads,
+            "stride_q": tuple(kernels), "stride_kv": first.attn.pool_k.stride[0],
+            "mlp_ratio": first.mlp.fc1.out_features / first.mlp.fc1.in_features, "drop_rate": model.drop_rate,
+            "drop_path_rate": getattr(last.drop_path1, "drop_prob", 0.0)}  # fmt: skip
 
 
 def _check(state_dict: State) -> None:

@@ -46,7 +46,7 @@ def render(folder: Path) -> str:
         "recipe, shortened as the epochs column says, on CIFAR-10 stored as JPEG.", "",
         format_table([cifar_row(recipe, runs) for recipe in ROWS]),
         "", "## Digits", "",
-        "Micro models, 360 held-out digits, on two cores: Swin with one thread (now the default), the rest with two.",
+        "Micro models, 360 held-out digits, trained on one CPU thread.",
         "",
         format_table([{key: run.get(key) for key in DIGITS} for run in digits]),
         "", "## Segmentation", "",

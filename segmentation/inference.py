@@ -105,7 +105,7 @@ def pictures(models: Mapping[str, Model], images: Tensor, shift: Tensor, target:
         masks[1][changed] = (1.0, 0.0, 0.0)
         changes[name] = (100.0 * changed.sum((1, 2)) / np.maximum(1, (~unseen).sum((1, 2)))).tolist()
         axes[0, 2 + 2 * k].set_title(name, fontsize=9)
-        axes[0, 3 + 2 * k].set_title(f"{name}, shifted and back", fontsize=9)
+        axes[0, 3 + 2 * k].set_title("shifted and back", fontsize=9)
         for i in range(count):
             axes[i, 2 + 2 * k].imshow(masks[0][i], interpolation="nearest")
             axes[i, 3 + 2 * k].imshow(masks[1][i], interpolation="nearest")

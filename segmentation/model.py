@@ -11,7 +11,7 @@ logits are rolled back to the image. Pooling into bins, which are fixed to the a
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -267,6 +267,11 @@ class UperNet(HubModel):
                 old = head.classifier
                 head.classifier = nn.Conv2d(old.in_channels, num_classes, 1).to(old.weight)
         self.num_classes = self.config["num_classes"] = num_classes
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], tuple[int, ...]]:
+        """How deep a parameter lies, by its name: the backbone's depths, then everything else; as in timm."""
+        inner = self.backbone.group_matcher(coarse)
+        return lambda name: inner(name.removeprefix("backbone.")) if name.startswith("backbone.") else (2,)
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters, besides biases and norms, that recipes leave out of weight decay."""

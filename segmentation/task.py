@@ -85,7 +85,7 @@ class Segmentation(Task[SegmentationRecipe]):
                                         '--backbone "" starts from scratch') from None  # fmt: skip
             self.accelerator.print(f"backbone of {recipe.backbone}")
         if recipe.pretrained:
-            last: Any = ("decode_head.classifier.", "auxiliary_head.classifier.")
+            last = ("decode_head.classifier.", "auxiliary_head.classifier.")
             fresh = load_weights(model, resolve_file(recipe.pretrained, WEIGHTS_NAME), may_differ=last)
             said = f" but {', '.join(fresh)}, which start anew for {classes} classes" if fresh else ""
             self.accelerator.print(f"weights of {recipe.pretrained}{said}")

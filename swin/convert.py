@@ -4,11 +4,13 @@
 ``Swin.from_pretrained``.
 """
 
+from typing import Any
+
 import torch
 
-from common.convert import BUFFERS, State, from_timm, main, move_merging, rename, to_timm
+from common.convert import BUFFERS, State, from_timm, main, move_merging, rename, to_timm, windowed_config
 
-__all__ = ["from_timm", "from_transformers", "to_timm", "to_transformers"]
+__all__ = ["from_timm", "from_transformers", "timm_config", "to_timm", "to_transformers"]
 
 TRANSFORMERS = {
     "patch_embed.proj": "swin.embeddings.patch_embeddings.projection",
@@ -32,6 +34,11 @@ IN_MEMORY = {
     "attention.relative_position_bias": "attention.self",
 }
 """transformers 5 renames modules when it loads a file; its files keep the names above."""
+
+
+def timm_config(model: Any) -> dict[str, Any]:
+    """The arguments of ``Swin`` that make what a timm ``SwinTransformer`` is."""
+    return windowed_config(model)
 
 
 def from_transformers(state_dict: State) -> State:

@@ -4,11 +4,13 @@
 transformers``: of transformers) into a directory for ``SwinV2.from_pretrained``.
 """
 
+from typing import Any
+
 import torch
 
-from common.convert import State, from_timm, main, move_merging, rename, to_timm
+from common.convert import State, from_timm, main, move_merging, rename, to_timm, windowed_config
 
-__all__ = ["from_timm", "from_transformers", "to_timm", "to_transformers"]
+__all__ = ["from_timm", "from_transformers", "timm_config", "to_timm", "to_transformers"]
 
 TRANSFORMERS = {
     "patch_embed.proj": "swinv2.embeddings.patch_embeddings.projection",
@@ -25,6 +27,12 @@ TRANSFORMERS = {
 }
 """Our name of a module, inside a block or at the top, and theirs. Attention is the exception: their query, key and
 value are our qkv, q_bias and v_bias."""
+
+
+def timm_config(model: Any) -> dict[str, Any]:
+    """The arguments of ``SwinV2`` that make what a timm ``SwinTransformerV2`` is."""
+    sizes = tuple(stage.blocks[0].attn.pretrained_window_size[0] for stage in model.layers)
+    return windowed_config(model) | {"pretrained_window_sizes": sizes}
 
 
 def from_transformers(state_dict: State) -> State:

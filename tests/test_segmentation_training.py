@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from test_segmentation import scene, write_parquet
 from torch import Tensor
 
 from common import create_model
-from common.engine import train
+from common.engine import _parameters, train
 from common.metrics import confusion_matrix, mascc, massc, mean_iou, miou
-from common.recipe import parse_command_line
+from common.recipe import BaseRecipe, parse_command_line
 from common.reproduce import main as reproduce
 from segmentation import UperNet
 from segmentation.data import EncodedScenes, load_scenes
@@ -29,7 +30,7 @@ from segmentation.evaluation import main as evaluate_cli
 from segmentation.preprocess import ScenePreprocess
 from segmentation.recipes import RECIPES
 from segmentation.reproduce import KNOWN, SCALES, rescale
-from segmentation.task import Segmentation
+from segmentation.task import Segmentation, SegmentationRecipe
 
 ROOT = Path(__file__).resolve().parents[1]
 CLASSIFIER = ROOT / "swin" / "checkpoints" / "a_swin_micro"
@@ -168,6 +169,24 @@ def test_two_processes_count_every_scene_once(reference: Path, tmp_path: Path) -
     assert both["mascc"] == single["mascc"]
 
 
+def test_the_trained_model_in_the_repository() -> None:
+    """The README's first command would show noise."""
+    model, preprocess = load_for_evaluation(str(ROOT / "segmentation/checkpoints/upernet_a_swin_micro"), 11)
+    results = evaluate(model, load_scenes("digits")[1].head(40), preprocess, ["miou", "mascc"])
+    assert results["miou"] > 75
+    assert results["mascc"] == 100.0
+
+
+def test_layer_decay_slows_early_layers() -> None:
+    """``--layer_decay`` would slow the decoder, or nothing."""
+    model = create_model("upernet_a_swin_micro")
+    groups = _parameters(model, BaseRecipe(model="", lr=1.0, lr_batch=0, layer_decay=0.5))
+    rate = {id(p): group["lr"] for group in groups for p in group["params"]}
+    by_name = {name: rate[id(p)] for name, p in model.named_parameters()}
+    assert {lr for name, lr in by_name.items() if not name.startswith("backbone.")} == {1.0}
+    assert by_name["backbone.patch_embed.proj.weight"] == min(by_name.values()) < 0.1
+
+
 def test_bad_runs_are_explained(tmp_path: Path) -> None:
     """A user would be left with an error of CUDA's, or with a model that is not exact."""
     for part in ("train", "val"):
@@ -203,7 +222,11 @@ def test_recipes_are_valid(name: str) -> None:
 
 def test_rows_of_the_paper_run_small(tmp_path: Path) -> None:
     """``reproduce.py`` would fail after days, not after seconds."""
+
+    def shorter(recipe: SegmentationRecipe, scale: str) -> SegmentationRecipe:
+        return replace(rescale(recipe, scale), epochs=1, batch_size=16)
+
     table = reproduce(RECIPES, "", ["--scale", "smoke", "--rows", "ade20k", "--output_dir", str(tmp_path)],
-                      task=Segmentation, rescale=rescale, scales=SCALES, known=KNOWN)  # fmt: skip
+                      task=Segmentation, rescale=shorter, scales=SCALES, known=KNOWN)  # fmt: skip
     assert table[0]["model"] == "upernet_a_swin_micro"
     assert (table[0]["miou paper"], table[0]["mascc ours"]) == (43.44, 100.0)

@@ -1,0 +1,70 @@
+"""One line that makes a trained model adaptive: ``adapt(model)``. Weights are untouched, the object stays the same."""
+
+import importlib
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .hub import HubModel, check_state
+from .registry import PACKAGES
+
+__all__ = ["adapt"]
+
+M = TypeVar("M", bound=nn.Module)
+
+TIMM = {"SwinTransformer": "swin", "SwinTransformerV2": "swinv2", "MultiScaleVit": "mvitv2"}
+"""timm's classes that can be made adaptive, and the folder that knows how."""
+
+
+def adapt(model: M, **options: Any) -> M:
+    """Make ``model`` adaptive in place and return it: our default model, or a timm Swin, SwinV2 or MViTv2.
+
+    Its parameters stay the very same tensors, so an optimizer that holds them goes on working. ``options`` are those of
+    the adaptive model (``canonical``, ``anchors``, ``score``, ``sketch``). A timm model becomes one of ours, with
+    the same names in its state_dict; what ours cannot reproduce is refused, and the model left as it was.
+    """
+    if isinstance(model, HubModel):
+        cls: type[HubModel] = type(model)
+        config = dict(model.config)
+        config |= {"padding_mode": None} if config.get("padding_mode") == "zeros" else {}
+    else:
+        cls, config = _of_timm(model)
+    twin = cls(**{**config, "adaptive": True, **options})
+    like = next(model.parameters())
+    twin.to(device=like.device, dtype=like.dtype)
+    kept = {key: getattr(model, key) for key in ("grad_checkpointing", "pretrained_cfg") if hasattr(model, key)}
+    trains, training = {name: p.requires_grad for name, p in model.named_parameters()}, model.training
+    twin.load_state_dict(model.state_dict(keep_vars=True), strict=True, assign=True)
+    for name, parameter in twin.named_parameters():
+        parameter.requires_grad_(trains[name])
+    model.__class__ = cls  # type: ignore[assignment]
+    model.__dict__ = twin.__dict__
+    for key, value in kept.items():
+        setattr(model, key, value)
+    return model.train(training)
+
+
+def _of_timm(model: nn.Module) -> tuple[type[HubModel], dict[str, Any]]:
+    """Our class and the arguments that make it equal to a timm model, which is checked on an image of noise."""
+    name = type(model).__name__
+    if name not in TIMM or not type(model).__module__.startswith("timm."):
+        wrapped = hasattr(model, "module") or hasattr(model, "_orig_mod")
+        raise TypeError(f"cannot adapt a {name}: expected our default models or timm's {', '.join(TIMM)}"
+                        + (", before it is compiled or wrapped" if wrapped else ""))  # fmt: skip
+    package = PACKAGES[TIMM[name]]
+    config = importlib.import_module(f"{package}.convert").timm_config(model)
+    cls = next(c for c in vars(importlib.import_module(package)).values()
+               if isinstance(c, type) and getattr(c, "model_type", None) == TIMM[name])  # fmt: skip
+    default, like, training = cls(**config), next(model.parameters()), model.training
+    check_state(default.state_dict(), model.state_dict(), f"this {name} has options that ours lacks: its state")
+    default.load_state_dict({k: v.detach().float().cpu() for k, v in model.state_dict().items()}, assign=True)
+    image = torch.randn(1, config["in_chans"], *default.img_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model.eval()(image.to(like)).float().cpu()
+        error = (default.eval()(image) - expected).norm() / expected.norm().clamp_min(1e-30)
+    model.train(training)
+    if not error < (1e-3 if like.dtype in (torch.float32, torch.float64) else 0.1):
+        raise ValueError(f"this {name} computes something else than our model of its size (relative difference "
+                         f"{error:.2g}): built with an option that ours lacks, or not finite")  # fmt: skip
+    return cls, config

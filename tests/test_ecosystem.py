@@ -1,0 +1,107 @@
+"""timm: our models under timm's ``create_model``, and timm's models made adaptive by one line."""
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from conftest import randomize
+from timm.data import resolve_data_config
+
+from common import adapt, create_model, list_models
+from common.equivariance import assert_shift_equivariant, shift_error
+
+SHIFTS = ((1, 0), (0, 3), (17, 5), (-31, 40))
+MICRO = list_models("a_*_micro")
+
+
+@pytest.mark.parametrize("name", MICRO)
+def test_timm_builds_our_models(name: str) -> None:
+    """People who use timm find ours by name, with the arguments and methods they know."""
+    model: Any = timm.create_model(name, num_classes=7, drop_path_rate=0.1)
+    assert type(model) is type(create_model(name))
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+    config = resolve_data_config({}, model=model)
+    assert config["input_size"] == (3, 32, 32)
+    assert model.get_submodule(model.pretrained_cfg["first_conv"]).in_channels == 3
+    assert model.get_submodule(model.pretrained_cfg["classifier"]).out_features == 7
+    model.reset_classifier(3)
+    model.set_grad_checkpointing()
+    assert model.train()(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
+    _, stages = model.forward_intermediates(torch.zeros(2, 3, 32, 32), indices=[0, -1])
+    assert len(stages) == 2
+
+
+@pytest.mark.parametrize("name", MICRO)
+def test_features_only(name: str) -> None:
+    features: Any = timm.create_model(name, features_only=True, out_indices=(0, 1))
+    maps = features(torch.zeros(2, 3, 32, 32))
+    assert [m.shape[1] for m in maps] == features.feature_info.channels()
+    assert [32 // m.shape[2] for m in maps] == features.feature_info.reduction()
+
+
+def test_timms_own_names_stay_timms() -> None:
+    assert type(timm.create_model("mvitv2_tiny")).__module__.startswith("timm.")
+    assert "a_mvitv2_tiny" in timm.list_models("a_*")
+    with pytest.raises(RuntimeError, match="no weights of a_swin_micro are published"):
+        timm.create_model("a_swin_micro", pretrained=True)
+
+
+def test_pretrained_weights_by_timms_configuration() -> None:
+    source = "swin/checkpoints/a_swin_micro"
+    model = timm.create_model("a_swin_micro", pretrained=True, pretrained_cfg={"file": source}).eval()
+    expected: Any = create_model("a_swin_micro")
+    expected = type(expected).from_pretrained(source)
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(x), expected(x))
+
+
+@pytest.mark.parametrize(("name", "arguments", "size"), [
+    ("swin_tiny_patch4_window7_224", {"img_size": 56, "depths": (2, 2), "num_heads": (3, 6), "embed_dim": 48}, 56),
+    ("swinv2_tiny_window8_256", {"img_size": 64, "depths": (2, 2), "num_heads": (3, 6), "embed_dim": 48}, 64),
+    ("mvitv2_tiny", {"img_size": 64}, 64),
+])  # fmt: skip
+def test_a_timm_model_becomes_adaptive_in_place(name: str, arguments: dict[str, Any], size: int) -> None:
+    """The one line: the same object, the same parameters, exact in float64 by its anchors alone."""
+    model: Any = randomize(timm.create_model(name, num_classes=5, **arguments)).double().eval()
+    x = torch.randn(2, 3, size, size, dtype=torch.float64)
+    assert max(shift_error(model, x, shift) for shift in SHIFTS) > 1e-3  # what there is to cure
+    parameters, before = list(model.parameters()), {k: v.clone() for k, v in model.state_dict().items()}
+    parameters[0].requires_grad_(False)
+    adapted = adapt(model, canonical=False)
+    assert adapted is model
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert not parameters[0].requires_grad
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert_shift_equivariant(model, x, SHIFTS)
+    assert model.config["adaptive"]
+    assert not model.training
+
+
+@pytest.mark.parametrize("name", [n.removeprefix("a_") for n in MICRO])
+def test_our_default_models_become_adaptive_in_place(name: str) -> None:
+    model: Any = randomize(create_model(name)).double().eval()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    assert max(shift_error(model, x, shift) for shift in SHIFTS) > 1e-3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adapt(model, canonical=False)
+    assert_shift_equivariant(model, x, SHIFTS)
+    before = model.head.fc.weight.clone()
+    model.train()(x).sum().backward()
+    optimizer.step()  # holds the same parameters
+    assert not torch.equal(model.head.fc.weight, before)
+
+
+def test_what_cannot_be_adapted_is_refused_and_left_alone() -> None:
+    resnet = timm.create_model("resnet10t")
+    with pytest.raises(TypeError, match="cannot adapt a ResNet: expected"):
+        adapt(resnet)
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=56, depths=(2, 2), num_heads=(3, 6), embed_dim=48
+    )
+    other = timm.create_model("swin_s3_tiny_224", num_classes=5)  # windows that differ from stage to stage
+    with pytest.raises(ValueError, match="computes something else|does not fit|size mismatch|options that ours lacks"):
+        adapt(other)
+    assert type(other).__module__.startswith("timm.")
+    with pytest.raises(TypeError, match="before it is compiled or wrapped"):
+        adapt(torch.nn.DataParallel(model))
