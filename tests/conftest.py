@@ -1,6 +1,9 @@
 """What the tests share: one thread per process, real photographs, awkward images, weights that hide nothing."""
 
 import os
+import runpy
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before any import: no test may depend on a
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 torch.set_num_threads(1)
@@ -17,6 +21,28 @@ M = TypeVar("M", bound=nn.Module)
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 """Real CIFAR-10 and CamVid, where they lie beside the checkout."""
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run a script of ours as ``python script flags`` would, but in this process, where all is imported already."""
+
+    def run(script: str, *flags: str) -> None:
+        monkeypatch.setattr(sys, "argv", [script, *flags])
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(True)
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise AssertionError(f"{script} {flags} ended with {end.code}") from end
+        finally:
+            AcceleratorState._reset_state(True)
+
+    return run
 
 
 @pytest.fixture(autouse=True)

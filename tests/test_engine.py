@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -116,20 +117,17 @@ def test_two_processes_do_what_one_does(reference: Path, tmp_path: Path) -> None
     assert [results[0][m] for m in ("top1", "c_cons")] == [results[1][m] for m in ("top1", "c_cons")]
 
 
-def test_gradient_accumulation_is_a_larger_batch(reference: Path, tmp_path: Path) -> None:
-    run(tmp_path, "--gradient_accumulation_steps", "4")
+def test_gradient_accumulation_is_a_larger_batch(reference: Path, tmp_path: Path, call: Callable[..., None]) -> None:
+    call("swin/train.py", *SHORT, "--output_dir", str(tmp_path), "--gradient_accumulation_steps", "4")
     one, other = (load_file(path / "model.safetensors") for path in (reference, tmp_path))
     assert max((one[name] - other[name]).abs().max().item() for name in one) < 1e-4
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    run(tmp_path, "--checkpointing_steps", "5", "--epochs", "1", "--eval_every", "1")
-    flags = ("--resume_from_checkpoint", "latest", "--epochs", "1", "--model", "swin_micro")
-    done = subprocess.run(
-        command(tmp_path, *flags), cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, check=False
-    )
-    assert done.returncode != 0
-    assert "belongs to another run" in done.stderr
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, call: Callable[..., None]) -> None:
+    flags = ("swin/train.py", *SHORT, "--output_dir", str(tmp_path), "--epochs", "1", "--eval_every", "1")
+    call(*flags, "--checkpointing_steps", "5")
+    with pytest.raises(ValueError, match="belongs to another run"):
+        call(*flags, "--resume_from_checkpoint", "latest", "--model", "swin_micro")
 
 
 def test_command_line_overrides_recipes_and_refuses_unknown_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,22 +177,24 @@ def test_sampling_depends_on_seed_and_epoch() -> None:
     assert list(sampler) == first
 
 
-def test_reproduce_and_evaluate_from_the_command_line(tmp_path: Path) -> None:
+def test_reproduce_and_evaluate_from_the_command_line(tmp_path: Path, call: Callable[..., None]) -> None:
     """A minute's version of the paper's rows, and the evaluation of a model it leaves behind."""
-    flags = ["--scale", "smoke", "--rows", "cifar10", "cifar10_default", "--output_dir", str(tmp_path)]
-    done = subprocess.run([sys.executable, "swin/reproduce.py", *flags], cwd=ROOT, env=ENVIRONMENT, text=True,
-                          capture_output=True, timeout=300, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    call("swin/reproduce.py", "--scale", "smoke", "--rows", "cifar10", "cifar10_default", "--output_dir", str(tmp_path))
     rows = json.loads((tmp_path / "smoke.json").read_text())
     assert [row["model"] for row in rows] == ["a_swin_micro", "swin_micro"]
     assert rows[0]["c_cons ours"] == 100.0
     assert rows[0]["top1 paper"] == 93.39
-    model = str(tmp_path / "smoke" / "a_swin_micro_cifar10")
-    flags = ["--model", model, "--metrics", "top1", "c_cons", "c_cons_worst@2", "--limit", "50",
-             "--json", str(tmp_path / "evaluation.json")]  # fmt: skip
-    done = subprocess.run([sys.executable, "swin/evaluate.py", *flags], cwd=ROOT, env=ENVIRONMENT, text=True,
-                          capture_output=True, timeout=300, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    call("swin/evaluate.py", "--model", str(tmp_path / "smoke" / "a_swin_micro_cifar10"), "--metrics", "top1", "c_cons",
+         "c_cons_worst@2", "--limit", "50", "--json", str(tmp_path / "evaluation.json"))  # fmt: skip
     measured = json.loads((tmp_path / "evaluation.json").read_text())
     assert measured["images"] == 50
     assert measured["c_cons"] == measured["c_cons_worst@2"] == 100.0
+
+
+def test_rows_of_imagenet_and_plugged_in_anchors_run(tmp_path: Path, call: Callable[..., None]) -> None:
+    """RandAugment, mixup, cutmix and erasing together; and the row that starts from another row's weights."""
+    call("cvt/reproduce.py", "--scale", "smoke", "--rows", "imagenet_standard", "cifar10_default", "cifar10_adapted",
+         "--output_dir", str(tmp_path))  # fmt: skip
+    rows = json.loads((tmp_path / "smoke.json").read_text())
+    assert [row["model"] for row in rows] == ["a_cvt_micro", "cvt_micro", "a_cvt_micro"]
+    assert rows[2]["c_cons ours"] == 100.0
