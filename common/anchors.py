@@ -296,8 +296,8 @@ class WindowAnchor(Anchor):
             if not any(single):
                 return best_offset(phase_scores(energy, window))
             # one axis alone is a single window: its strongest line, and the best partition of the other axis
-            by_row = strength.sum(2) if single[0] else energy.sum(2).view(len(x), -1, window[0]).sum(1)
-            by_column = strength.sum(1) if single[1] else energy.sum(1).view(len(x), -1, window[1]).sum(1)
+            by_row = strength.sum(2) if single[0] else energy.sum(2).view(x.shape[0], -1, window[0]).sum(1)
+            by_column = strength.sum(1) if single[1] else energy.sum(1).view(x.shape[0], -1, window[1]).sum(1)
             return torch.stack([by_row.argmax(1), by_column.argmax(1)], 1)
 
     def _window_mean(self, n: int, window: int, like: Tensor) -> Tensor:

@@ -1,27 +1,44 @@
 """Save, load and publish: config.json plus model.safetensors, by directory or by Hub repository.
 
 Weights travel as safetensors only. Nothing is ever unpickled, every tensor must be there with its shape, and a config
-may only hold the arguments of the model's constructor.
+may only hold the arguments of the model's constructor, plain and within bounds. A model takes no memory before the
+header of its weights has shown that they are its own: what a repository can make us allocate is about its own size.
 """
 
 import inspect
 import json
 import os
+import re
 import tempfile
+import types
+import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from huggingface_hub import HfApi, hf_hub_download
-from safetensors import SafetensorError
+from huggingface_hub import CommitInfo, HfApi, hf_hub_download
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "HubModel", "load_weights", "read_config", "resolve_file"]
+__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "HubModel", "load_weights", "read_config", "resolve_file",
+           "upload_directory"]  # fmt: skip
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
+
+# what no file of a model has more of; each is several times the largest of our own
+MAX_JSON = 2**20  # bytes of a JSON file
+MAX_HEADER = 2**24  # bytes of the header of a safetensors file
+MAX_ITEMS = 64  # entries of a list in a config
+MAX_NUMBER = 2**16  # a number in a config
+MAX_SIDE = 2**12  # pixels of an image's side
+MAX_BLOCKS = 512  # the sum of depths
+MAX_BUFFERS = 2**28  # bytes of what a model computes from its config and does not store
+SIDES = ("img_size", "resize", "size")
+TEXT = re.compile(r"[\w.-]{0,64}")
 
 
 class HubModel(nn.Module):
@@ -68,24 +85,53 @@ class HubModel(nn.Module):
         known = set(inspect.signature(cls.__init__).parameters) - {"self"}
         if unknown := sorted((set(config) | set(overrides)) - known):
             raise ValueError(f"config of {source} has unknown keys {unknown}: {cls.__name__} takes {sorted(known)}")
-        model = cls(**{**config, **overrides})
-        load_weights(model, resolve_file(source, WEIGHTS_NAME, **hub))
+        check_types(cls, config, str(source))
+        arguments, weights = {**config, **overrides}, resolve_file(source, WEIGHTS_NAME, **hub)
+        check_outline(cls, arguments, weights, str(source))
+        model = cls(**arguments)
+        load_weights(model, weights)
         return model.eval()
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None,
-                    revision: str | None = None, commit_message: str = "Upload model") -> str:  # fmt: skip
-        """Create the repository where needed and upload config and weights; returns the commit's address."""
-        api = HfApi(token=token)
-        api.create_repo(repo_id, private=private, exist_ok=True)
+                    revision: str | None = None, commit_message: str = "Upload model",
+                    files: Mapping[str, str] | None = None) -> str:  # fmt: skip
+        """Create the repository where needed and upload config and weights; returns the commit's address.
+
+        ``files``: further text files by name, such as README.md. ``scripts/publish.py`` writes a card and checks first.
+        """
         with tempfile.TemporaryDirectory() as directory:
+            for name, text in (files or {}).items():
+                (Path(directory) / Path(name).name).write_text(text)
             self.save_pretrained(directory)
-            commit = api.upload_folder(repo_id=repo_id, folder_path=directory, revision=revision,
-                                       commit_message=commit_message)  # fmt: skip
+            commit = upload_directory(directory, repo_id, private=private, token=token, revision=revision,
+                                      commit_message=commit_message)  # fmt: skip
         return str(commit)
 
 
+def upload_directory(directory: str | os.PathLike[str], repo_id: str, *, private: bool | None = None,
+                     token: str | None = None, revision: str | None = None,
+                     commit_message: str = "Upload model") -> CommitInfo:  # fmt: skip
+    """Create the repository, and the branch ``revision``, where needed and upload all files in one commit."""
+    api = HfApi(token=token)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    return api.upload_folder(repo_id=repo_id, folder_path=Path(directory), revision=revision,
+                             commit_message=commit_message)  # fmt: skip
+
+
 def resolve_file(source: str | os.PathLike[str], name: str, **hub: Any) -> Path:
-    """The local path of a file of a model directory or, if there is no such directory, of a Hub repository."""
+    """The local path of a file of a model directory or, if there is no such directory, of a Hub repository.
+
+    A JSON file is within the bounds of ``read_config``, whoever reads it next.
+    """
+    path = _locate(source, name, **hub)
+    if path.suffix == ".json":
+        read_config(path)
+    return path
+
+
+def _locate(source: str | os.PathLike[str], name: str, **hub: Any) -> Path:
     directory = Path(source)
     if directory.is_dir():
         if (directory / name).is_file():
@@ -102,18 +148,111 @@ def resolve_file(source: str | os.PathLike[str], name: str, **hub: Any) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read config.json; JSON lists come back as the tuples they were."""
+    """Read config.json or preprocessor_config.json: an object of names, numbers and lists of them, within bounds.
+
+    JSON lists come back as the tuples they were.
+    """
+    with path.open("rb") as file:
+        content = file.read(MAX_JSON + 1)
+    if len(content) > MAX_JSON:
+        raise ValueError(f"{path} has more than {MAX_JSON:,} bytes: it is no config of a model, and is not read")
     try:
-        config = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        config = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): save the model again or fetch the file anew") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return {key: _tuples(value) for key, value in config.items()}
+    if not isinstance(config.get("model_type", ""), str):
+        raise ValueError(f"{path}: model_type is {type(config['model_type']).__name__}, expected the name of a model")
+    return {key: _plain(value, key, f"{path}: {key}") for key, value in config.items()}
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+def _plain(value: Any, key: str, where: str, depth: int = 0) -> Any:
+    """``value`` with tuples for lists; raises unless it is plain: numbers, names, and lists or objects of them."""
+    if isinstance(value, (list, dict)):
+        if depth == 2 or len(value) > MAX_ITEMS:
+            raise ValueError(f"{where} is nested too deeply or has more than {MAX_ITEMS} entries: no argument of a "
+                             "model is like that")  # fmt: skip
+        if isinstance(value, list):
+            value = tuple(_plain(v, key, where, depth + 1) for v in value)
+            if key == "depths" and sum(v for v in value if isinstance(v, (int, float))) > MAX_BLOCKS:
+                raise ValueError(f"{where} is {value}: more than {MAX_BLOCKS} blocks are refused")
+            return value
+        return {k: _plain(v, k, f"{where}.{k}", depth + 1) for k, v in value.items()}
+    if isinstance(value, str) and not TEXT.fullmatch(value):
+        raise ValueError(f"{where} is {value[:64]!r}: a config names things by letters, digits and '._-', it holds "
+                         "neither paths nor code")  # fmt: skip
+    most = MAX_SIDE if key in SIDES else MAX_NUMBER
+    if isinstance(value, (int, float)) and not abs(value) <= most:  # also refuses NaN
+        raise ValueError(f"{where} is {str(value)[:24]}: numbers beyond {most:,} are refused here")
+    return value
+
+
+def check_types(cls: type[HubModel], config: dict[str, Any], where: str) -> None:
+    """Raise a ValueError unless every entry of a config has the type that the constructor of ``cls`` declares."""
+    hints = typing.get_type_hints(cls.__init__)
+    for key, value in config.items():
+        if not _fits(value, hints[key]):
+            shown = str(hints[key]) if typing.get_origin(hints[key]) else hints[key].__name__
+            raise ValueError(f"config of {where}: {key} is {value!r}, expected {shown}")
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return True
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, a) for a in arguments)
+    if origin is typing.Literal:
+        return value in arguments
+    if origin is tuple:
+        kinds = arguments[:1] * len(value) if isinstance(value, tuple) and arguments[-1] is Ellipsis else arguments
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if annotation in (int, float):
+        return isinstance(value, int if annotation is int else (int, float)) and not isinstance(value, bool)
+    return isinstance(value, origin or annotation)
+
+
+def check_outline(cls: type[HubModel], arguments: dict[str, Any], weights: Path, where: str) -> None:
+    """Raise a ValueError unless ``cls(**arguments)`` has just the tensors that the header of ``weights`` lists.
+
+    The model is built without memory for this, so that a config of absurd size costs nothing.
+    """
+    found = read_header(weights)
+    try:
+        with torch.device("meta"):
+            outline = cls(**arguments)
+    except Exception as error:
+        raise ValueError(f"config of {where} describes no {cls.__name__}: {error}") from error
+    stored = outline.state_dict()
+    check_state(stored, found, str(weights))
+    computed = sum(b.numel() * b.element_size() for name, b in outline.named_buffers() if name not in stored)
+    if computed > MAX_BUFFERS:
+        raise ValueError(f"config of {where} asks for {computed:,} bytes of tables besides the weights, more than "
+                         f"{MAX_BUFFERS:,}: windows that large are refused")  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """A tensor as the header of a file describes it."""
+
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file by its header, which must account for every byte. Reads no tensor."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+    claimed = int.from_bytes(start, "little")
+    if len(start) < 8 or claimed > min(size - 8, MAX_HEADER):
+        looks = "a pickle, which is never loaded" if start[:1] == b"\x80" or start[:2] == b"PK" else "cut or broken"
+        raise ValueError(f"{path} is not a whole safetensors file: of its {size:,} bytes the header claims "
+                         f"{claimed:,}; it is {looks}: fetch or save it again, as safetensors")  # fmt: skip
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: Entry(tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or save it again") from None
 
 
 def load_weights(model: nn.Module, path: Path, may_differ: str | tuple[str, ...] | None = None) -> list[str]:
@@ -122,10 +261,8 @@ def load_weights(model: nn.Module, path: Path, may_differ: str | tuple[str, ...]
     ``may_differ``: tensors whose name begins so keep their own values where the file has other shapes (a classifier for
     other classes). Returns their names.
     """
-    try:
-        state = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or save it again") from None
+    read_header(path)
+    state = load_file(path)
     own = model.state_dict()
     kept = [name for name, tensor in own.items() if may_differ and name.startswith(may_differ)
             and name in state and state[name].shape != tensor.shape]  # fmt: skip
@@ -135,14 +272,19 @@ def load_weights(model: nn.Module, path: Path, may_differ: str | tuple[str, ...]
     return kept
 
 
-def check_state(expected: dict[str, Tensor], state: dict[str, Tensor], where: str) -> None:
-    """Raise a ValueError that names missing, extra and wrongly shaped tensors."""
+def check_state(expected: Mapping[str, Tensor], state: Mapping[str, Tensor | Entry], where: str) -> None:
+    """Raise a ValueError that names missing, extra and wrongly shaped tensors, and integers where floats belong."""
     problems = [f"missing {name}" for name in expected.keys() - state.keys()]
     problems += [f"unexpected {name}" for name in state.keys() - expected.keys()]
     problems += [
         f"{name} has shape {tuple(state[name].shape)}, expected {tuple(tensor.shape)}"
         for name, tensor in expected.items()
-        if name in state and state[name].shape != torch.Size(tensor.shape)
+        if name in state and tuple(state[name].shape) != tuple(tensor.shape)
+    ]
+    problems += [
+        f"{name} holds {found.dtype}, expected {tensor.dtype}"
+        for name, tensor in expected.items()
+        if isinstance(found := state.get(name), Tensor) and found.is_floating_point() != tensor.is_floating_point()
     ]
     if problems:
         shown = "; ".join(sorted(problems)[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")

@@ -22,7 +22,7 @@ def _gather(x: Tensor, offset: Tensor, dims: tuple[int, int]) -> Tensor:
         if d in dims:
             i = i + offset[:, dims.index(d), None]
             i = torch.where(i < x.shape[d], i, i - x.shape[d])  # B, side; cheaper than a remainder per element
-            index.append(i.view([len(i), *(-1 if k == d else 1 for k in range(1, rank))]))
+            index.append(i.view([i.shape[0], *(-1 if k == d else 1 for k in range(1, rank))]))
         else:
             index.append(i.view([-1 if k == d else 1 for k in range(rank)]))
     return x[tuple(index)]

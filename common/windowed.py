@@ -87,10 +87,7 @@ class WindowedClassifier(Classifier):
                     nn.init.zeros_(module.bias)
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        x, offset = self.enter(x)
-        if self.token_anchor is not None:
-            x, o = self.token_anchor(x, self.patch_embed.proj, fast=self.canonical)
-            offset = offset + o
+        x, offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
         x = self.patch_embed(x)
         stages: Stages = []
         stage: Any

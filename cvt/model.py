@@ -265,12 +265,12 @@ class CvT(Classifier):
         return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        x, offset = self.enter(x)
+        x, offset = self.enter(x, self.token_anchor, self.stages[0].embed.proj)  # type: ignore[union-attr, arg-type]
         stages: Stages = []
         stride, tokens = 1, x
         for i in range(last + 1):
             stage: CvTStage = self.stages[i]  # type: ignore[assignment]
-            if self.token_anchor is not None:
+            if i > 0 and self.token_anchor is not None:
                 x, o = self.token_anchor(x, stage.embed.proj, fast=self.canonical)
                 offset = offset + stride * o
             x = stage.embed(x)  # B, H, W, C

@@ -295,10 +295,7 @@ class MViTv2(Classifier):
                              f"model with img_size={size}")  # fmt: skip
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        x, offset = self.enter(x)
-        if self.token_anchor is not None:
-            x, o = self.token_anchor(x, self.patch_embed.proj, fast=self.canonical)
-            offset = offset + o
+        x, offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
         x = self.patch_embed(x)
         stride = self.patch_embed.proj.stride[0]
         stages: Stages = []
