@@ -5,13 +5,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from .hub import check_state
 from .registry import create_model
 
-__all__ = ["BUFFERS", "State", "from_timm", "main", "move_merging", "rename", "to_timm", "windowed_config"]
+__all__ = [
+    "BUFFERS",
+    "State",
+    "from_timm",
+    "main",
+    "move_merging",
+    "read_weights",
+    "rename",
+    "to_timm",
+    "windowed_config",
+]
 
 State = dict[str, Tensor]
 
@@ -70,17 +81,31 @@ def windowed_config(model: Any) -> dict[str, Any]:
             "drop_path_rate": getattr(stages[-1].blocks[-1].drop_path1, "drop_prob", 0.0)}  # fmt: skip
 
 
+def read_weights(file: Path, allow_pickle: bool = False) -> State:
+    """Tensors of a safetensors file or, with ``allow_pickle``, of what torch.load reads as weights only."""
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    if not allow_pickle:
+        raise ValueError(f"{file} is not a safetensors file. A pickle can run code when it is loaded: give "
+                         "--allow_pickle to read it through torch's weights-only loader, if you trust it")  # fmt: skip
+    found = torch.load(file, map_location="cpu", weights_only=True)
+    for key in ("model", "model_state", "state_dict"):  # how the authors' releases wrap theirs
+        found = found[key] if isinstance(found, dict) and isinstance(found.get(key), dict) else found
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError(f"{file} does not hold a dictionary of tensors: expected a state_dict, also under 'model'")
+    return found
+
+
 def main(converters: Mapping[str, Callable[[State], State]], default_model: str) -> None:
-    """Turn a safetensors file of another library into a directory for ``from_pretrained``."""
+    """Turn a weights file of another library, or of the authors, into a directory for ``from_pretrained``."""
     parser = argparse.ArgumentParser(description=main.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("file", type=Path, help="safetensors file to read")
+    parser.add_argument("file", type=Path, help="safetensors file, or with --allow_pickle a .pth, to read")
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--model", default=default_model, help="name of the model that the weights belong to")
     parser.add_argument("--source", choices=sorted(converters), default=next(iter(converters)), help="whose names")
+    parser.add_argument("--allow_pickle", action="store_true", help="read a pickle, by torch's weights-only loader")
     args = parser.parse_args()
-    if args.file.suffix != ".safetensors":
-        raise SystemExit(f"{args.file}: only safetensors files are read; a pickle can run code when it is loaded")
-    state = converters[args.source](load_file(args.file))
+    state = converters[args.source](read_weights(args.file, args.allow_pickle))
     head = state.get("head.fc.weight")
     model = create_model(args.model, num_classes=0 if head is None else len(head))
     check_state(model.state_dict(), state, str(args.file))

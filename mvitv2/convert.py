@@ -1,13 +1,15 @@
-"""MViTv2 weights from and to timm: the names are the same, so all there is to do is to refuse what does not fit.
+"""MViTv2 weights from and to timm, whose names are the same, and the authors' release. Every tensor keeps its bits.
 
 ``python -m mvitv2.convert model.safetensors out --model mvitv2_tiny`` writes a directory for ``from_pretrained``.
 """
 
+import bisect
+import re
 from typing import Any
 
 from common.convert import State, main
 
-__all__ = ["from_timm", "timm_config", "to_timm"]
+__all__ = ["from_original", "from_timm", "timm_config", "to_original", "to_timm"]
 
 FOREIGN = {
     "cls_token": "a class token, which has no place on the torus",
@@ -26,6 +28,35 @@ def to_timm(state_dict: State) -> State:
     """The exact inverse of ``from_timm``. Tables of a non-square model keep their shapes; timm builds square ones."""
     _check(state_dict)
     return dict(state_dict)
+
+
+def from_original(state_dict: State) -> State:
+    """The authors' release (blocks counted through, ``blocks.1.proj`` where a stage begins) as one of ``MViTv2``."""
+    starts = [0, *sorted(int(m[1]) for name in state_dict if (m := re.fullmatch(r"blocks\.(\d+)\.proj\.weight", name)))]
+
+    def ours(name: str) -> str:
+        if found := re.match(r"blocks\.(\d+)\.", name):
+            stage = bisect.bisect_right(starts, int(found[1])) - 1
+            rest = re.sub(r"^proj\.", "shortcut_proj_attn.", name[found.end() :])
+            return f"stages.{stage}.blocks.{int(found[1]) - starts[stage]}.{rest}"
+        return name.replace("head.projection.", "head.fc.")
+
+    return from_timm({ours(name): tensor for name, tensor in state_dict.items()})
+
+
+def to_original(state_dict: State) -> State:
+    """Our weights under the authors' names: the inverse of ``from_original``."""
+    _check(state_dict)
+    blocks = sorted({(int(m[1]), int(m[2])) for name in state_dict
+                     if (m := re.match(r"stages\.(\d+)\.blocks\.(\d+)\.", name))})  # fmt: skip
+
+    def theirs(name: str) -> str:
+        if found := re.match(r"stages\.(\d+)\.blocks\.(\d+)\.", name):
+            rest = name[found.end() :].replace("shortcut_proj_attn.", "proj.")
+            return f"blocks.{blocks.index((int(found[1]), int(found[2])))}.{rest}"
+        return name.replace("head.fc.", "head.projection.")
+
+    return {theirs(name): tensor for name, tensor in state_dict.items()}
 
 
 def timm_config(model: Any) -> dict[str, Any]:
@@ -51,4 +82,4 @@ def _check(state_dict: State) -> None:
 
 
 if __name__ == "__main__":
-    main({"timm": from_timm}, default_model="mvitv2_tiny")
+    main({"timm": from_timm, "original": from_original}, default_model="mvitv2_tiny")

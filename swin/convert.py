@@ -82,4 +82,4 @@ def rename_in_memory(name: str) -> str:
 
 
 if __name__ == "__main__":
-    main({"timm": from_timm, "transformers": from_transformers}, default_model="swin_tiny")
+    main({"timm": from_timm, "transformers": from_transformers, "original": from_timm}, default_model="swin_tiny")

@@ -73,4 +73,4 @@ def to_transformers(state_dict: State) -> State:
 
 
 if __name__ == "__main__":
-    main({"timm": from_timm, "transformers": from_transformers}, default_model="swinv2_tiny")
+    main({"timm": from_timm, "transformers": from_transformers, "original": from_timm}, default_model="swinv2_tiny")

@@ -1,0 +1,73 @@
+"""Files people have: the authors' layouts, safetensors first, pickles only when asked and only as weights."""
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from conftest import randomize
+from safetensors.torch import save_file
+from timm.models.mvitv2 import checkpoint_filter_fn
+
+import cvt.convert
+import mvitv2.convert
+import swin.convert
+from common import create_model, from_pretrained
+from common.convert import read_weights
+
+
+def test_mvitv2_of_the_authors() -> None:
+    """Our reading of their names is timm's."""
+    state = create_model("mvitv2_tiny").state_dict()
+    theirs = mvitv2.convert.to_original(state)
+    assert "blocks.1.proj.weight" in theirs
+    assert "head.projection.weight" in theirs
+    again = mvitv2.convert.from_original(theirs)
+    assert list(again) == list(state)
+    assert all(torch.equal(again[name], state[name]) for name in state)
+    assert checkpoint_filter_fn(dict(theirs), timm.create_model("mvitv2_tiny")).keys() == state.keys()
+
+
+def test_original_layouts_go_both_ways() -> None:
+    state = create_model("cvt_micro").state_dict()
+    again = cvt.convert.from_original(cvt.convert.to_original(state))
+    assert list(again) == list(state)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_a_file_becomes_a_model_directory(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomize(create_model("swin_micro")).eval()
+    state = {name: tensor.contiguous() for name, tensor in swin.convert.to_timm(model.state_dict()).items()}
+    file = tmp_path / f"weights{suffix}"
+    if suffix == ".pth":
+        torch.save({"model": state}, file)
+    else:
+        save_file(state, file)
+    flags = ["--allow_pickle"] if suffix == ".pth" else []
+    monkeypatch.setattr(sys, "argv", ["convert", str(file), str(tmp_path / "out"), "--model", "swin_micro", *flags])
+    swin.convert.main({"timm": swin.convert.from_timm}, default_model="swin_tiny")
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(from_pretrained(str(tmp_path / "out"))(x), model(x))
+
+
+class Bomb:
+    """What a hostile pickle does when it is unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (Path("exploded"),))
+
+
+def test_pickles_are_read_only_when_asked_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "weights.pth"
+    file.write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(ValueError, match="is not a safetensors file.*--allow_pickle"):
+        read_weights(file)
+    with pytest.raises(pickle.UnpicklingError):
+        read_weights(file, allow_pickle=True)
+    assert not Path("exploded").exists()
+    torch.save({"model": [1, 2, 3]}, file)
+    with pytest.raises(ValueError, match="does not hold a dictionary of tensors"):
+        read_weights(file, allow_pickle=True)
