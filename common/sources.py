@@ -33,6 +33,7 @@ IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 EVALUATION_SPLITS = ("test", "validation", "val")
+MAX_PIXELS = 90_000_000
 SMALL = 96  # images up to this side are held in memory, decoded
 
 KNOWN = {
@@ -169,10 +170,11 @@ def _read_tree(folder: Path, skip_broken: bool) -> Split:
 
 def decode_image(content: bytes) -> np.ndarray:
     """Encoded image -> (H, W, 3) uint8. Refuses what would unfold to more than 90 million pixels."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(io.BytesIO(content)) as image:
-            return np.asarray(image.convert("RGB"))
+    with Image.open(io.BytesIO(content)) as image:  # reads the header alone
+        if image.width * image.height > MAX_PIXELS:
+            raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS:,}: "
+                                               "shrink the image first")  # fmt: skip
+        return np.asarray(image.convert("RGB"))
 
 
 def _split(items: Sequence[Any], read: Callable[[Any], np.ndarray], labels: Tensor, classes: tuple[str, ...],

@@ -1,0 +1,44 @@
+"""The wheel, away from the repository: what people get from an index works without the checkout on the path."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import ROOT
+
+SCRIPT = """
+import sys, timm, torch
+import common, swin
+from common.export import export_model, load_exported
+assert common.__file__.startswith(sys.argv[1]), common.__file__
+model = common.from_pretrained(sys.argv[2])
+x = torch.rand(2, 3, 32, 32)
+assert torch.equal(model(x), model(x.roll((3, 9), (2, 3))))
+print("label", model(x).argmax(1).tolist())
+exported = load_exported(export_model(model, x, "model.pt2"))
+assert torch.equal(exported(x).argmax(1), model(x).argmax(1))
+theirs = timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(2, 2), num_heads=(3, 6), embed_dim=48)
+common.adapt(theirs.eval())
+y = torch.rand(1, 3, 56, 56)
+assert torch.equal(theirs(y), theirs(y.roll((5, 1), (2, 3))))
+"""
+
+
+def test_the_wheel_loads_predicts_adapts_and_exports(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # a copy: building leaves files behind
+    shutil.copytree(
+        ROOT, source, ignore=shutil.ignore_patterns(".git", ".venv", "outputs", "data", "build", "*.egg-info")
+    )
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source)], check=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, cwd=tmp_path)
+    shutil.copytree(ROOT / "swin/checkpoints/a_swin_micro", tmp_path / "a_swin_micro")
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(site), str(tmp_path / "a_swin_micro")], cwd=tmp_path,
+                          env=environment, text=True, capture_output=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "label" in done.stdout
