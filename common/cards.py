@@ -410,7 +410,8 @@ def manifest(package: str, old: Mapping[str, Any] | None = None) -> dict[str, An
     models += [_untrained(package, name, recipe) for name, recipe in _recipes(package).items()
                if recipe.target and f"{recipe.model}_{name}" not in known]  # fmt: skip
     published = {model["name"]: model for model in (old or {"models": []})["models"] if model["published"]}
-    return {"folder": package, "models": [published.get(model["name"], model) for model in models]}
+    models = [published.pop(model["name"], model) for model in models]
+    return {"folder": package, "models": [*models, *published.values()]}
 
 
 def _runs() -> list[tuple[Path, dict[str, Any]]]:

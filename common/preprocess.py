@@ -9,7 +9,6 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.data.mixup import Mixup
 from torch import Tensor
 
+from .hub import read_config
 from .seeding import derive_seed, hashed_uniform, seeded
 from .shifts import circular_shift
 
@@ -60,11 +60,12 @@ class Preprocess:
 
     @classmethod
     def load(cls, path: Path) -> "Preprocess":
-        stored = json.loads(path.read_text())
+        stored = read_config(path)
         if unknown := sorted(set(stored) - {"size", "resize", "mean", "std"}):
             raise ValueError(f"{path} has unknown keys {unknown}")
-        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
-        return cls(**arguments)
+        if "size" not in stored:
+            raise ValueError(f"{path} names no size: expected [height, width]")
+        return cls(**stored)
 
     def canvas(self, images: Tensor) -> Tensor:
         """Normalised and resized, not yet cropped: what a standard shift with a crop starts from."""

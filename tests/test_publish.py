@@ -1,0 +1,445 @@
+"""Publishing: cards and manifests say what runs measured, a run that is not what it says is refused, and what arrives
+from the Hub is what was sent, to the bit. The Hub is a stand-in over HTTP, its client the real one."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hub_server import TOKEN, HubServer, Repository
+from huggingface_hub import ModelCard, constants
+from safetensors.torch import load_file, save_file
+
+from common import cards, create_model
+from common.data import Encoded, load_data
+from common.recipe import parse_command_line
+from common.registry import PACKAGES
+from segmentation.data import EncodedScenes, Labelling
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECKPOINTS = sorted(path.parent for path in ROOT.glob("*/checkpoints/*/config.json"))
+MANIFESTS = {package: ROOT / package / "checkpoints" / "manifest.json" for package in PACKAGES.values()}
+
+_spec = importlib.util.spec_from_file_location("publish", ROOT / "scripts" / "publish.py")
+assert _spec is not None
+assert _spec.loader is not None
+publish: Any = importlib.util.module_from_spec(_spec)
+sys.modules["publish"] = publish
+_spec.loader.exec_module(publish)
+
+
+def results_of(directory: Path) -> dict[str, Any]:
+    found = (json.loads(path.read_text()) for path in (ROOT / "results").glob("*digits*.json"))
+    return next(run for run in found if isinstance(run, dict) and run["model"] == directory.name)
+
+
+def entries() -> list[tuple[str, dict[str, Any]]]:
+    return [(package, model) for package, path in MANIFESTS.items() for model in json.loads(path.read_text())["models"]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory as training leaves it."""
+    return make_run("a_swin_micro", tmp_path / "run")
+
+
+def make_run(name: str, target: Path) -> Path:
+    (source,) = (path for path in CHECKPOINTS if path.name == name)
+    target.mkdir(parents=True)
+    for file in cards.FILES:
+        shutil.copyfile(source / file, target / file)
+    (target / "results.json").write_text(json.dumps(results_of(source)))
+    (target / "log.jsonl").write_text("{}\n")  # stays at home
+    return target
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# cards and manifests
+
+
+def test_cards_and_manifests_are_up_to_date() -> None:
+    """Else a card shows numbers of an older run: ``python -m common.cards`` writes them anew."""
+    cards.main(["--check"])
+
+
+def test_an_old_card_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above must be able to fail."""
+    monkeypatch.setattr(cards, "ROOT", tmp_path)
+    for folder in ("swin/checkpoints/a_swin_micro", "results"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for package in MANIFESTS:
+        (tmp_path / package / "checkpoints").mkdir(parents=True, exist_ok=True)
+    cards.main([])
+    cards.main(["--check"])
+    path = tmp_path / "results" / "swin_digits.json"
+    edit(path, top1=12.34)
+    with pytest.raises(SystemExit, match="out of date: swin/checkpoints/a_swin_micro/README.md, .*manifest.json"):
+        cards.main(["--check"])
+    path.unlink()
+    with pytest.raises(ValueError, match="no file in results/ tells how swin/checkpoints/a_swin_micro was trained"):
+        cards.main(["--check"])
+
+
+def test_manifests_name_the_files_that_are_there() -> None:
+    """A sum that does not fit means that the checkpoint is not the one whose metrics are stated."""
+    embedded = {model["path"]: model for _, model in entries() if model["path"]}
+    assert set(embedded) == {path.relative_to(ROOT).as_posix() for path in CHECKPOINTS}
+    for path, model in embedded.items():
+        assert set(model["sha256"]) == {"config.json", "model.safetensors", "preprocessor_config.json"}
+        for name, digest in model["sha256"].items():
+            assert hashlib.sha256((ROOT / path / name).read_bytes()).hexdigest() == digest, f"{path}/{name}"
+        stated = json.loads((ROOT / model["results"]).read_text())
+        assert {metric: round(stated[metric], 2) for metric in model["metrics"]} == model["metrics"]
+
+
+def test_manifests_claim_nothing_for_models_that_nobody_trained() -> None:
+    """An entry with numbers but without a run would be a made-up result."""
+    listed = entries()
+    for package, recipes in ((package, cards._recipes(package)) for package in MANIFESTS):
+        rows = {model["recipe"] for folder, model in listed if folder == package}
+        assert rows >= {name for name, recipe in recipes.items() if recipe.target}
+    for _, model in listed:
+        if model["status"] == "not trained":
+            assert model["metrics"] is model["sha256"] is model["results"] is model["hub_id"] is None
+        elif not model["published"]:  # where a published model's results are
+            assert (ROOT / model["results"]).is_file()
+        assert model["published"] == (model["hub_id"] is not None) == (model["revision"] is not None)
+
+
+@pytest.mark.parametrize(
+    ("package", "model"), entries(), ids=lambda value: value["name"] if isinstance(value, dict) else ""
+)
+def test_the_command_of_a_manifest_makes_its_model(package: str, model: dict[str, Any]) -> None:
+    """Who copies it trains the model whose metrics stand beside it, setting by setting."""
+    words = shlex.split(model["command"])
+    assert words[:2] == ["accelerate", "launch"]
+    assert (ROOT / words[2]).is_file()
+    recipes = cards._recipes(package)
+    if words[2].endswith("reproduce.py"):
+        assert words[3:] == ["--rows", model["recipe"]]
+        assert recipes[model["recipe"]].model == model["model"]
+        return
+    _, recipe, options = parse_command_line(recipes, "digits", words[3:])
+    if model["results"] is None:
+        assert model["published"]
+        return
+    stated = json.loads((ROOT / model["results"]).read_text())
+    settings = json.loads(json.dumps(recipe.settings()))
+    for key, value in stated["settings"].items():
+        if key != "data":  # a folder then, the Hub's id now
+            assert settings[key] == value, key
+    assert (options.mixed_precision or "no") == stated["precision"]
+
+
+@pytest.mark.parametrize("directory", CHECKPOINTS, ids=lambda path: path.name)
+def test_the_snippet_of_a_card_runs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the first thing that people copy."""
+    text = (directory / "README.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    monkeypatch.chdir(ROOT)
+    scope: dict[str, Any] = {}
+    exec(snippet, scope)
+    assert scope["labels"].shape[0] == len(scope["images"])
+    assert ("assert torch.equal" in snippet) == scope["model"].adaptive
+
+
+def numbers(text: str) -> set[str]:
+    return set(re.findall(r"\d+\.\d+", text))
+
+
+@pytest.mark.parametrize("results", [run for _, run in cards._runs()], ids=[path.stem for path, _ in cards._runs()])
+def test_no_number_of_a_card_is_made_up(results: dict[str, Any]) -> None:
+    """Every decimal number stands in the results file or, as the paper's, in the recipe."""
+    with torch.device("meta"):
+        model = create_model(results["model"], **results["settings"]["model_args"])
+    card = cards.model_card(model, results, source="team/model")
+    recipe = cards._recipes(cards._package(results["model"])).get(results["recipe"])
+    target = dict(recipe.target) if recipe is not None and recipe.model == results["model"] else {}
+    known = numbers(json.dumps(results)) | {
+        f"{value:.2f}" for value in (*cards.measured(results).values(), *target.values())
+    }
+    known |= {str(round(value, 2)) for value in cards.measured(results).values()}
+    assert cards.measured(results)
+    assert numbers(card) <= known
+    for metric, value in target.items():
+        assert re.search(rf"\| +{results[metric]:.2f} \| +{value:.2f} \|", card), f"{metric}: ours beside the paper's"
+
+
+def test_the_hub_understands_a_card() -> None:
+    """Licence, task, data and results show on the model's page only if its metadata say them the Hub's way."""
+    results = json.loads((ROOT / "results" / "swin_cifar10_30ep_adaptive.json").read_text())
+    results["settings"]["data"] = "/home/somebody/secret/cifar10"
+    with torch.device("meta"):
+        model = create_model("a_swin_tiny", num_classes=10)
+    text = cards.model_card(model, results, source="team/a_swin_tiny_cifar10")
+    data = ModelCard(text).data
+    assert (data.license, data.library_name, data.pipeline_tag) == (
+        "mit",
+        "shift-equivariant-vits",
+        "image-classification",
+    )
+    assert data.datasets == ["uoft-cs/cifar10"]
+    assert {"swin", "shift-equivariance", "adaptive"} <= set(data.tags)
+    assert {(r.metric_type, r.metric_value, r.dataset_type, r.dataset_split) for r in data.eval_results} == {
+        ("accuracy", 72.94, "uoft-cs/cifar10", "test"),
+        ("c_cons", 100.0, "uoft-cs/cifar10", "test"),
+        ("s_cons", 73.53, "uoft-cs/cifar10", "test"),
+    }
+    assert "This run is not the paper's: epochs 30 instead of 100, batch size 256 instead of 96." in text
+    assert "multiples of 224 px" in text
+    assert "@inproceedings" in text
+    assert 'source = "team/a_swin_tiny_cifar10"' in text
+    assert "secret" not in text
+    assert "secret" not in json.dumps(cards.public_results(results))
+
+
+# checks
+
+
+def refuse(run: Path, *arguments: str) -> str:
+    """The reason why a run is not published."""
+    with pytest.raises(SystemExit) as stopped:
+        publish.main([str(run), "--repo_id", "team/model", "--dry-run", "--sample", "24", *arguments])
+    assert isinstance(stopped.value.code, str)
+    assert not (run / "README.md").exists()
+    return stopped.value.code
+
+
+def test_a_dry_run_does_everything_but_the_upload(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish.main([str(run), "--repo_id", "team/model", "--dry-run", "--sample", "48"])
+    said = capsys.readouterr().out
+    assert "top1, 48 of 360" in said
+    assert re.search(r"float32 under shifts, 48 images +\| +bit-identical \| +bit-identical \| +ok", said)
+    assert "dry run: nothing was uploaded to team/model" in said
+    card = (run / "README.md").read_text()
+    assert 'source = "team/model"' in card
+    rows = json.loads((run / "publish.json").read_text())
+    assert all(row["verdict"] == "ok" and row["found"] in card for row in rows)
+
+
+def test_metrics_that_are_not_the_models_are_refused(run: Path) -> None:
+    """Else a table of results could say anything."""
+    edit(run / "results.json", top1=50.0)
+    assert re.search(r"top1, 24 of 360: \d+\.\d\d, expected .* \(claimed 50.00\)", refuse(run))
+    edit(run / "results.json", top1=97.78, parameters=1)
+    assert "parameters: 210,502, expected 1" in refuse(run)
+
+
+def test_a_single_exception_refutes_a_consistency_of_100(tmp_path: Path) -> None:
+    """The default model's weights under an adaptive claim: its labels flicker."""
+    run = make_run("swin_micro", tmp_path / "run")
+    assert re.search("not of one run", refuse_with(run, model="a_swin_micro"))
+    edit(run / "config.json", adaptive=True, anchors=[], canonical=False)
+    reasons = refuse_with(run, c_cons=100.0)
+    assert "c_cons, 24 of 360" in reasons
+    assert "expected 100.00 (claimed 100.00)" in reasons
+    assert "float64 equivariance" in reasons
+
+
+def refuse_with(run: Path, **claims: Any) -> str:
+    edit(run / "results.json", **claims)
+    return refuse(run)
+
+
+def test_an_anchor_that_is_missing_is_found_behind_the_canonical_one(run: Path) -> None:
+    """The canonical anchor makes any network invariant: publishing looks without it, too."""
+    edit(run / "config.json", anchors=["window", "merge"])
+    reasons = refuse(run)
+    assert "float64 equivariance, 4 images: not shift-equivariant" in reasons
+    assert "float32 under shifts" not in reasons
+
+
+def test_a_segmenter_is_checked_in_its_own_measures(tmp_path: Path) -> None:
+    run = make_run("upernet_a_swin_micro", tmp_path / "run")
+    publish.main([str(run), "--repo_id", "team/model", "--dry-run", "--sample", "8"])
+    edit(run / "results.json", miou=30.0, mascc=99.0)
+    rows = {row["check"]: row for row in publish.check_metrics(publish.load(run, 8, None))}
+    assert "(claimed 30.00)" in rows["miou, 8 of 200"]["expected"]
+    verdicts = {check.split(",")[0]: row["verdict"] for check, row in rows.items()}
+    assert verdicts == {"miou": "FAILED", "mascc": "FAILED", "massc": "ok"}
+
+
+def test_broken_runs_are_refused_with_the_reason(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    weights = run / "model.safetensors"
+    state = load_file(weights)
+    save_file(state | {"norm.weight": torch.full_like(state["norm.weight"], torch.nan)}, weights)
+    with pytest.raises(SystemExit, match="weights that are NaN or Inf: norm.weight, expected none"):
+        publish.main([str(run), "--repo_id", "team/model", "--dry-run", "--sample", "2"])
+    save_file({key: value for key, value in state.items() if key != "norm.weight"}, weights)
+    assert "missing norm.weight" in refuse(run)
+    save_file(state, weights)
+    assert "no data folder" in refuse(run, "--data", "nowhere/at/all/data")
+    settings = json.loads((run / "results.json").read_text())["settings"]
+    edit(run / "results.json", images=100_000)
+    assert "digits has 360 images of 10 classes, the run was measured on 100,000 of 10" in refuse(run)
+    edit(run / "results.json", images=360, settings=settings)
+    (run / "preprocessor_config.json").unlink()
+    assert "has no preprocessor_config.json" in refuse(run)
+    (run / "results.json").write_text("{")
+    assert "results.json is not valid JSON" in refuse(run)
+    (run / "results.json").write_text("{}")
+    assert "lacks ['model', 'recipe'" in refuse(run)
+    (run / "results.json").unlink()
+    assert "give the output directory of a finished training run" in refuse(run)
+    for name in ("model", "a/b/c"):
+        with pytest.raises(SystemExit, match=f"--repo_id {name}: "):
+            publish.main([str(run), "--repo_id", name])
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
+    with pytest.raises(SystemExit, match="no token for the Hub"):
+        publish.main([str(run), "--repo_id", "team/model"])
+
+
+@pytest.mark.parametrize(
+    ("claim", "total", "size"), [(97.78, 360, 64), (72.94, 10_000, 64), (100.0, 360, 24), (50.0, 200, 200)]
+)
+def test_honest_samples_pass_and_wrong_claims_do_not(claim: float, total: int, size: int) -> None:
+    """A sample is off by chance: the check must let that pass, and nothing much beyond it."""
+    low, high = publish.plausible(claim, size, total)
+    right = round(claim * total / 100)
+    drawn = 100 * np.random.RandomState(0).hypergeometric(right, total - right, size, 20_000) / size
+    assert ((drawn < low - 1e-9) | (drawn > high + 1e-9)).mean() < 5e-4
+    wrong = 100 * np.random.RandomState(1).hypergeometric(right // 2, total - right // 2, size, 2_000) / size
+    assert ((wrong < low - 1e-9) | (wrong > high + 1e-9)).mean() > 0.9
+    if size == total:  # nothing is left to chance but another device's rounding
+        assert (low, high) == pytest.approx((claim - publish.SLACK, claim + publish.SLACK))
+
+
+def test_samples_are_drawn_from_all_kinds_of_splits() -> None:
+    """Image folders are sorted by class: the first images alone would say nothing about the others."""
+    split: Any = load_data("digits")[1]
+    few = publish.choose(split, 50)
+    assert len(few) == 50
+    assert len(few.labels.unique()) == 10
+    assert torch.equal(few.images, publish.choose(split, 50).images)
+    assert publish.choose(split, 0) is split
+    labels = torch.arange(100) // 10
+    encoded = Encoded(list(range(100)), lambda i: np.full((4, 4, 3), i, np.uint8), labels, tuple("0123456789"), str)
+    few = publish.choose(encoded, 20)
+    assert torch.equal(few.labels, torch.tensor(few.items) // 10)
+    assert len(few.labels.unique()) > 5
+    scenes = EncodedScenes(list(range(100)), lambda i: (b"", b""), Labelling(("a", "b")), str)
+    assert len(publish.choose(scenes, 20).items) == 20
+
+
+# over the wire
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    with HubServer(tmp_path / "storage") as server:
+        yield server
+
+
+def ask(hub: HubServer, home: Path, *command: str, xet: bool = False) -> str:
+    """What a fresh process says whose Hub is the stand-in, and which has nothing in its cache."""
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0",
+                   "HF_HUB_DISABLE_XET": "0" if xet else "1", "PYTHONPATH": str(ROOT),
+                   "OMP_NUM_THREADS": "1"}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+ROUND_TRIP = """
+import sys, torch
+from huggingface_hub.errors import HfHubHTTPError
+from common import create_model, from_pretrained
+sys.path.insert(0, "tests")
+from conftest import randomize  # now: it switches the Hub off for whoever comes after
+for name in sys.argv[1:]:
+    model = randomize(create_model(name)).eval()
+    address = model.push_to_hub(f"team/{name}", private=True, files={"README.md": "---\\nlicense: mit\\n---\\n"})
+    loaded = from_pretrained(f"team/{name}", revision=address.rpartition("/")[2])
+    x = torch.randn(2, 3, *model.img_size)
+    assert type(loaded) is type(model) and loaded.config == model.config
+    print(name, torch.equal(loaded(x), model(x)))
+model.push_to_hub(f"team/{name}", revision="v1")
+print("branch", torch.equal(from_pretrained(f"team/{name}", revision="v1")(x), model(x)))
+try:
+    model.push_to_hub(f"team/{name}", token="hf_wrong")
+except HfHubHTTPError as error:
+    print("wrong token:", error.response.status_code)
+"""
+
+LOAD = """
+import torch
+torch.manual_seed(0)
+published = from_pretrained("team/published", token=False)  # anybody
+local = from_pretrained("swin/checkpoints/a_swin_micro")
+x = torch.randn(4, 3, 32, 32)
+print("published", torch.equal(published(x), local(x)))
+"""
+
+
+def test_what_is_published_comes_back_to_the_bit(hub: HubServer, run: Path, tmp_path: Path) -> None:
+    """From the command that people type to the logits that others get; then every kind of model, over LFS."""
+    manifest = Path(shutil.copyfile(MANIFESTS["swin"], tmp_path / "manifest.json"))
+    said = ask(hub, tmp_path / "home", "scripts/publish.py", str(run), "--repo_id", "team/published", "--sample", "16",
+               "--manifest", str(manifest))  # fmt: skip
+    repository = hub.repositories["team/published"]
+    oid = repository.branches["main"]
+    assert f'published: from_pretrained("team/published", revision="{oid}")' in said
+    files = repository.commits[oid]
+    assert set(files) == {"README.md", "config.json", "model.safetensors", "preprocessor_config.json", "publish.json",
+                          "results.json"}  # fmt: skip
+    assert files["model.safetensors"].content == (run / "model.safetensors").read_bytes()
+    assert files["README.md"].content == (run / "README.md").read_bytes()
+    assert repository.messages == ["initial commit", "Publish a checked run"]
+    entered = next(m for m in json.loads(manifest.read_text())["models"] if m["name"] == "a_swin_micro")
+    assert (entered["published"], entered["hub_id"], entered["revision"]) == (True, "team/published", oid)
+    assert entered["sha256"]["model.safetensors"] == files["model.safetensors"].sha256
+    edit(run / "results.json", epochs=1)
+    publish.record(manifest, cards.entry(json.loads((run / "results.json").read_text()), published=True, sha256={},
+                                         hub_id="team/another"))  # fmt: skip
+    anew = {model["name"]: model for model in cards.manifest("swin", json.loads(manifest.read_text()))["models"]}
+    assert anew["a_swin_micro"] == entered  # what was published stays so
+    assert anew["another"]["path"] is None  # and takes no other model's place
+
+    names = ["a_swin_micro", "swin_micro", "a_swinv2_micro", "a_cvt_micro", "a_mvitv2_micro", "upernet_a_swin_micro"]
+    said = ask(hub, tmp_path / "other_home", "-c", ROUND_TRIP + LOAD, *names)
+    assert said.splitlines() == [*(f"{name} True" for name in names), "branch True", "wrong token: 401",
+                                 "published True"]  # fmt: skip
+    assert all(hub.repositories[f"team/{name}"].private for name in names)
+    assert any(request.startswith("PUT /objects/") for request in hub.requests)
+
+
+def test_large_files_may_also_travel_by_xet(hub: HubServer, tmp_path: Path) -> None:
+    """The client's own way where its package hf_xet is installed, as it is by default."""
+    if not xet_keeps_files_locally(hub):
+        pytest.skip("this version of hf_xet keeps no data in a folder: there is no storage to test with")
+    names = ["cvt_micro", "upernet_swin_micro"]
+    said = ask(hub, tmp_path / "home", "-c", ROUND_TRIP, *names, xet=True)
+    assert said.splitlines() == [*(f"{name} True" for name in names), "branch True", "wrong token: 401"]
+    assert not any(request.startswith("PUT /objects/") for request in hub.requests)
+    assert any("xet-read-token" in request for request in hub.requests), hub.requests
+
+
+def xet_keeps_files_locally(hub: HubServer) -> bool:
+    probe = f"""
+import hf_xet
+with hf_xet.XetSession().new_upload_commit(
+    token_refresh_url="{hub.url}/api/models/team/probe/xet-read-token/main",
+    token_refresh_headers={{}},
+    custom_headers={{}},
+) as commit:
+    commit.start_upload_bytes(b"probe" * 1000, sha256=hf_xet.COMPUTE_SHA256, name="probe")
+"""
+    hub.repositories["team/probe"] = Repository(private=False)
+    return subprocess.run([sys.executable, "-c", probe], capture_output=True, timeout=60).returncode == 0
