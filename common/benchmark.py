@@ -445,12 +445,13 @@ def benchmark_modules(models: Sequence[str], setting: Setting, *, rounds: int = 
 def module_calls(model: Classifier, x: Tensor, setting: Setting) -> dict[str, list[Call]]:
     """The calls that modules of interest get in one forward, those of an anchor and of what it serves together."""
     part: Callable[[str], Any] = lambda name: getattr(model, name, None)  # noqa: E731
+    offset: Callable[[str], Any] = lambda name: part(name) and part(name).offset  # noqa: E731
     stages = part("layers") or part("stages")
     last = [stage.blocks[-1] for stage in stages]
     groups: dict[str, list[list[Any]]] = {
-        "canonical place": [[model.canonicalize]],
-        "tokenization": [[part("token_anchor")], [part("patch_embed"), *(getattr(s, "embed", None) for s in stages)]],
-        "window selection": [[part("window_anchor")]],
+        "canonical place": [[model.canonicalize.offset]],
+        "tokenization": [[offset("token_anchor")], [part("patch_embed"), *(getattr(s, "embed", None) for s in stages)]],
+        "window selection": [[offset("window_anchor")]],
         "pooling selection": [[part("projection_anchor") or part("pool_anchor")]],
         "patch merging": [[part("merge_anchor")], [getattr(stage, "downsample", None) for stage in stages]],
         "relative positions": [[getattr(block.attn, "position_bias", None) for block in last]],

@@ -252,7 +252,7 @@ def build_page(sides: tuple[Side, Side]) -> Any:
         follow: dict[str, Any] = dict(fn=redraw, inputs=[image, dx, dy], outputs=[view, panels], js=checked, **quiet)
         gr.on([dx.change, dy.change], trigger_mode="always_last", **follow)
         strip.select(choose, None, image, **quiet).then(**follow)
-        own.upload(upload, [own, image], image, **quiet).then(**follow)
+        own.upload(upload, [own, image], image, trigger_mode="multiple", **quiet).then(**follow)
         page.load(None, js=KEYS)
     return page
 
