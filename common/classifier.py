@@ -99,7 +99,7 @@ class Classifier(HubModel):
             offset = self.canonicalize.offset(x)
             placed = roll(x, offset, within=True)
         else:
-            offset, placed = torch.zeros(len(x), 2, dtype=torch.long, device=x.device), x
+            offset, placed = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device), x
         if anchor is None:
             return placed, offset
         row, column = (offset + anchor.offset(placed, embed, self.canonical)).unbind(1)

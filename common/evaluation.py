@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -125,7 +126,7 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None) ->
         model = from_pretrained(source)
         try:
             preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
-        except FileNotFoundError:
+        except (FileNotFoundError, EntryNotFoundError):
             preprocess = Preprocess(size=model.img_size)  # type: ignore[arg-type]
     has = getattr(model, "num_classes", None)
     if has != classes:

@@ -103,9 +103,9 @@ def _resizing(old: int, new: int, device: torch.device) -> Tensor:
 
     Two small matrix products: on a GPU several times faster than interpolating a large batch of small images.
     """
-    unit = torch.eye(old)[None, :, :, None]
-    weights = F.interpolate(unit, (new, 1), mode="bilinear", antialias=new < old, align_corners=False)
-    return weights[0, :, :, 0].T.contiguous().to(device)
+    unit = torch.eye(old)[None, None]  # not one column wide: torch's antialiasing is wrong there
+    weights = F.interpolate(unit, (new, old), mode="bilinear", antialias=new < old, align_corners=False)
+    return weights[0, 0].contiguous().to(device)
 
 
 def _affine(x: Tensor, degrees: Tensor, scale: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class PoolingAttention(nn.Module):
             for t, (pool, norm) in zip(heads, pools, strict=True)
         )
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=self.position_bias(q)) + q
-        x = x.transpose(1, 2).reshape(len(x), len(self.rows), len(self.columns), -1)
+        x = x.transpose(1, 2).reshape(x.shape[0], len(self.rows), len(self.columns), -1)
         return self.proj(x)
 
     def position_bias(self, q: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -167,7 +168,7 @@ def load_for_evaluation(source: str, classes: int) -> tuple[UperNet, ScenePrepro
     try:
         if not named:
             return model.eval(), ScenePreprocess.load(resolve_file(source, PREPROCESSOR_NAME))
-    except FileNotFoundError:
+    except (FileNotFoundError, EntryNotFoundError):
         pass
     return model.eval(), ScenePreprocess(size=model.img_size, multiple=model.multiple)
 

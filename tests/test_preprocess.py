@@ -1,6 +1,7 @@
 """Augmentation: what happens to an image depends on (seed, epoch, index) and on nothing else."""
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import Tensor
@@ -42,13 +43,14 @@ def test_erasing_puts_noise_into_one_rectangle() -> None:
     assert abs(noise.std() - 1) < 0.02
 
 
-def test_resizing_and_normalising_commute() -> None:
-    """Small images are normalised before they are enlarged: it must be the same map."""
-    preprocess = Preprocess(size=(48, 48), resize=64)
-    x = images(2)
-    enlarged = torch.nn.functional.interpolate(x.float() / 255, (64, 64), mode="bilinear")
+@pytest.mark.parametrize(("old", "new"), [(32, 64), (64, 32), (50, 40), (33, 32)])
+def test_resizing_is_torchs(old: int, new: int) -> None:
+    """Images are normalised, then resized by matrix products, larger or smaller: it must be the same map."""
+    preprocess = Preprocess(size=(new - 8, new - 4), resize=new)
+    x = images(2, old)
+    resized = torch.nn.functional.interpolate(x.float() / 255, (new, new), mode="bilinear", antialias=new < old)
     mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (preprocess.mean, preprocess.std))
-    assert torch.allclose(preprocess.evaluate(x), ((enlarged - mean) / std)[..., 8:56, 8:56], atol=1e-5)
+    assert torch.allclose(preprocess.evaluate(x), ((resized - mean) / std)[..., 4:-4, 2:-2], atol=1e-5)
 
 
 def test_rand_augment_is_seeded_per_image() -> None:

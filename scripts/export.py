@@ -1,0 +1,104 @@
+"""Export a model to a file that runs without this repository, then check the file: same labels as the model, and still
+exactly shift-invariant.
+
+``python scripts/export.py --model swin/checkpoints/a_swin_micro --format onnx``
+
+The file takes batches of any size of normalised float images named ``images`` and gives ``logits``; its metadata hold
+the model's config and normalisation. The check runs it on handwritten digits (onnxruntime on the CPU for ONNX, torch
+for torch.export), in place and under random circular shifts. Needs ``pip install 'shift-equivariant-vits[export]'``.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import EntryNotFoundError
+from torch import nn
+
+from common import create_model, from_pretrained, list_models
+from common.data import load_digits_data
+from common.export import FORMATS, Normalised, check_exported, export_model, load_exported
+from common.hub import HubModel, read_config, resolve_file
+from common.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME, Preprocess
+from common.tables import format_table, write_json
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="directory, Hub id, or name (fresh weights)")
+    parser.add_argument("--format", choices=FORMATS, required=True)
+    parser.add_argument("--output", type=Path, help="file to write; default: outputs/export/MODEL.pt2 or .onnx")
+    parser.add_argument("--opset", type=int, help="of ONNX, 18 to 25; default: the one that torch recommends")
+    parser.add_argument("--img_size", type=int, nargs="+", metavar="SIDE", help="side, or height and width, of the "
+                        "images that the file takes; default: what the model was built for")  # fmt: skip
+    parser.add_argument("--with_preprocessing", action="store_true",
+                        help="take uint8 images of that size: the normalisation becomes part of the graph")  # fmt: skip
+    parser.add_argument("--check", type=int, default=32, metavar="N", help="digits to check on, 0 for no check (32)")
+    parser.add_argument("--shifts", type=int, default=8, help="random shifts of each of them (8)")
+    parser.add_argument("--json", help="file to write the counts to")
+    args = parser.parse_args(arguments)
+    suffix = FORMATS[args.format]
+    target = args.output or Path("outputs/export") / f"{Path(args.model).name}{suffix}"
+    if target.suffix != suffix:
+        parser.error(f"--format {args.format} is written to a {suffix} file, not to {target}")
+    if args.img_size and len(args.img_size) > 2:
+        parser.error(f"--img_size takes a side, or height and width, got {args.img_size}")
+
+    model, normalisation = load(args.model)
+    size: Any = model.img_size if args.img_size is None else (args.img_size[0], args.img_size[-1])
+    model.check_size(size)  # type: ignore[operator]
+    digits = load_digits_data()[1].images
+    if not 0 <= args.check <= len(digits):
+        parser.error(f"--check {args.check}: there are {len(digits)} digits to check on")
+    images = Preprocess(size=size, **normalisation).evaluate(digits[: max(args.check, 1)])
+    network: nn.Module = model
+    if args.with_preprocessing:
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalisation.values())
+        images = ((images * std + mean) * 255).round().clamp(0, 255).byte()
+        network = Normalised(model, **normalisation).eval()
+    print(f"tracing {args.model} at {size[0]}x{size[1]} and writing {target}", flush=True)
+    metadata = {"config": {"model_type": model.model_type, **model.config},
+                "preprocess": {"size": size, **normalisation, "in_graph": args.with_preprocessing}}  # fmt: skip
+    export_model(network, images, target, opset=args.opset, metadata=metadata)
+    results: dict[str, Any] = {"file": str(target), "format": describe(target), "MB": target.stat().st_size / 1e6}
+    problems = []
+    if args.check:
+        check = check_exported(load_exported(target), network, images, shifts=args.shifts, progress=True)
+        results |= {"images": check.images, "same label": check.same_label,
+                    "difference": check.difference, "shifted copies": check.copies,
+                    "label kept": check.label_kept, "bit-identical": check.bit_identical}  # fmt: skip
+        problems = check.problems(adaptive=bool(model.adaptive))
+    print(format_table([{key: f"{value:.1e}" if key == "difference" else value for key, value in results.items()}]))
+    if args.json:
+        write_json(args.json, {"model": args.model, **results, "problems": problems})
+    if problems:
+        raise SystemExit(f"do not use {target}: {'; '.join(problems)}")
+    return results
+
+
+def load(source: str) -> tuple[HubModel, dict[str, Any]]:
+    """A model and the mean and std that its images are normalised with (ImageNet's where none are stored)."""
+    normalisation: dict[str, Any] = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+    if source in list_models():
+        torch.manual_seed(0)
+        return create_model(source).eval(), normalisation
+    model = from_pretrained(source)
+    try:
+        stored = read_config(resolve_file(source, PREPROCESSOR_NAME))
+    except (FileNotFoundError, EntryNotFoundError):
+        return model, normalisation
+    return model, {key: stored[key] for key in normalisation}
+
+
+def describe(target: Path) -> str:
+    if target.suffix != ".onnx":
+        return "torch.export"
+    import onnx
+
+    return f"ONNX, opset {onnx.load_model(target).opset_import[0].version}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Predict the labels of images, and show how they change when an image moves.
+
+``python scripts/predict.py --model DEFAULT --model ADAPTIVE --shift-report IMAGE...``
+
+Images of any size and format that Pillow reads go through the preprocessing stored beside the model. The shift report
+classifies every image at a grid of shifts: a table of labels, and a heat map of the probability of the label that the
+image has in place. A file that is no readable image is named, the others are predicted, and the exit code is 1.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub.errors import EntryNotFoundError
+from matplotlib.figure import Figure
+from PIL import Image, UnidentifiedImageError
+from timm.data import ImageNetInfo
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from common import from_pretrained
+from common.classifier import Classifier
+from common.hub import resolve_file
+from common.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.shifts import circular_shift, standard_shift
+from common.sources import decode_image
+from common.tables import format_table, write_json
+
+MAX_BYTES = 2**28  # of an image file
+BATCH = 32  # images that a model sees at once
+DRAWN = 12  # images in the heat map, at most
+MOVES = {"circular": circular_shift, "standard": standard_shift}
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A classifier with its preprocessing and the names of its classes."""
+
+    name: str
+    model: Classifier
+    preprocess: Preprocess
+    classes: list[str]
+
+    def prepare(self, pixels: np.ndarray) -> Tensor:
+        """An image (h, w, 3), uint8, of any size -> normalised (3, H, W), as in evaluation."""
+        height, width = self.preprocess.canvas_size
+        if pixels.shape[0] > height or pixels.shape[1] > width:  # before it becomes floating point numbers
+            pixels = np.array(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
+        return self.preprocess.evaluate(torch.tensor(pixels).permute(2, 0, 1)[None])[0]
+
+    def restore(self, x: Tensor) -> np.ndarray:
+        """A normalised image (3, H, W) -> colours (H, W, 3) in [0, 1]."""
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.preprocess.mean, self.preprocess.std))
+        return (x * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a model makes of B images in place, probabilities (B, classes), and at G x G shifts: labels, the probability
+    of the label in place, and whether the logits are bit-identical to those in place, (B, G, G) each."""
+
+    still: Tensor
+    labels: Tensor
+    probabilities: Tensor
+    identical: Tensor
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE")
+    parser.add_argument("--model", action="append", required=True, help="directory or Hub id; again for a second model")
+    parser.add_argument("--top", type=int, default=5, help="most likely classes to show (%(default)s)")
+    parser.add_argument("--classes", help="names of the classes: a file with one per line, or 'imagenet-1k'")
+    parser.add_argument("--shift-report", "--shift_report", action="store_true", help="predict at shifts, too")
+    parser.add_argument("--shifts", choices=MOVES, default="circular",
+                        help="what leaves comes back opposite, or is lost and zeros come in (%(default)s)")  # fmt: skip
+    parser.add_argument("--grid", type=int, default=8, help="shifts per axis (%(default)s)")
+    parser.add_argument("--step", type=int, default=4, help="pixels of the model's input between them (%(default)s)")
+    parser.add_argument("--plot", type=Path, default=Path("outputs/shift_report.png"), help="heat map (%(default)s)")
+    parser.add_argument("--json", type=Path, help="file to write everything to")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(arguments)
+    for name in ("top", "grid", "step"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be 1 or more, got {getattr(args, name)}")
+
+    predictors = [load(source, args.classes, args.device) for source in dict.fromkeys(args.model)]
+    images, broken = read_images(args.images, predictors)
+    shifts = make_shifts(args.grid if args.shift_report else 0, args.step, args.shifts)
+    reports = [examine(predictor, [inputs[k] for inputs in images.values()], shifts, args.shifts, args.device)
+               for k, predictor in enumerate(predictors) if images]  # fmt: skip
+    rows = []
+    for i, path in enumerate(images):
+        for predictor, report in zip(predictors, reports, strict=True):
+            row = describe(predictor, report, i, str(path), args.top)
+            print(f"\n{path}, {predictor.name}")
+            print(format_table([{"label": best["name"], "probability": f"{100 * best['probability']:.2f} %"}
+                                for best in row["predictions"]]))  # fmt: skip
+            if args.shift_report:
+                row["shifts"] = {"kind": args.shifts, "pixels": shifts[0, :, 1].tolist(), **count(report, i)}
+                print(f"\nlabel, and probability (%) of {row['predictions'][0]['name']!r}, by {args.shifts} shift in "
+                      f"pixels\n{format_grid(predictor, report, i, shifts)}")  # fmt: skip
+            rows.append(row)
+    if args.shift_report and rows:
+        draw(predictors, reports, images, shifts, args.shifts, args.plot)
+        print(f"\n{format_table([summarise(row) for row in rows])}\nheat map: {args.plot}")
+    results = {"predictions": rows, "unreadable": [{"image": str(p), "error": error} for p, error in broken.items()]}
+    if args.json:
+        write_json(args.json, results)
+    for path, error in broken.items():
+        print(f"{path}: {error}", file=sys.stderr)
+    if broken:
+        raise SystemExit(f"{len(broken)} of {len(broken) + len(images)} images could not be read")
+    return results
+
+
+def load(source: str, classes: str | None, device: str) -> Predictor:
+    model = from_pretrained(source)
+    if not isinstance(model, Classifier):
+        raise SystemExit(f"{source} holds a {type(model).__name__}, which gives a label to every pixel: use "
+                         "segmentation/evaluate.py --pictures")  # fmt: skip
+    try:
+        preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
+    except (FileNotFoundError, EntryNotFoundError):
+        preprocess = Preprocess(size=model.img_size)
+    names = read_classes(classes) if classes else [str(i) for i in range(model.num_classes)]
+    if len(names) != model.num_classes:
+        raise SystemExit(f"{source} tells {model.num_classes} classes apart, but {classes} names {len(names)}: give "
+                         "one name per class, in the order of its outputs")  # fmt: skip
+    return Predictor(source, model.to(device), preprocess, names)
+
+
+def read_classes(source: str) -> list[str]:
+    if source == "imagenet-1k":
+        return [str(name).split(",")[0] for name in ImageNetInfo(source).label_descriptions()]
+    try:
+        return Path(source).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"cannot read names of classes from {source} ({error}): give a text file with one name per "
+                         "line, or 'imagenet-1k'") from None  # fmt: skip
+
+
+def read_images(paths: Sequence[Path], predictors: list[Predictor]) -> tuple[dict[Path, list[Tensor]], dict[Path, str]]:
+    """Each readable image as every model takes it, and why the others cannot be read."""
+    images, broken = {}, {}
+    for path in tqdm(paths, desc="read", leave=False, disable=len(paths) < BATCH):
+        try:
+            pixels = read_image(path)
+            images[path] = [predictor.prepare(pixels) for predictor in predictors]
+        except ValueError as error:
+            broken[path] = str(error)
+    return images, broken
+
+
+def read_image(path: Path) -> np.ndarray:
+    """(h, w, 3) uint8, or a ValueError that says why not."""
+    if not path.is_file():
+        raise ValueError("a directory: give the images in it" if path.is_dir() else "no such file")
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}: shrink it")
+    try:
+        return decode_image(path.read_bytes())
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise ValueError("unfolds to more than 90 million pixels, which is refused: shrink it") from None
+    except UnidentifiedImageError:
+        raise ValueError("not an image in a format that Pillow reads (PNG, JPEG, WebP, ...)") from None
+    except Exception as error:  # decoders fail in many ways
+        raise ValueError(f"broken image ({error}): fetch it again") from None
+
+
+def make_shifts(grid: int, step: int, kind: str) -> Tensor:
+    """(grid, grid, 2) pixels down and right; circular ones start in place, standard ones lie around it."""
+    along = (torch.arange(grid) - (grid // 2 if kind == "standard" else 0)) * step
+    return torch.stack(torch.meshgrid(along, along, indexing="ij"), -1)
+
+
+@torch.no_grad()
+def examine(predictor: Predictor, images: list[Tensor], shifts: Tensor, kind: str, device: str) -> Report:
+    """Classify images in place and at ``shifts`` (G, G, 2), always in the same batches: bits compare at equal size."""
+    parts = []
+    steps = tqdm(total=-(-len(images) // BATCH) * len(shifts) ** 2, desc=Path(predictor.name).name, leave=False,
+                 disable=not len(shifts))  # fmt: skip
+    for start in range(0, len(images), BATCH):
+        x = torch.stack(images[start : start + BATCH]).to(device)
+        logits = predictor.model(x)
+        best, shape = logits.argmax(1, keepdim=True), (len(x), *shifts.shape[:2])
+        labels, probabilities, identical = (torch.zeros(shape, dtype=t) for t in (torch.long, torch.float, torch.bool))
+        for h, w in np.ndindex(shape[1:]):
+            moved = predictor.model(MOVES[kind](x, shifts[h, w].to(device).expand(len(x), 2)))
+            labels[:, h, w] = moved.argmax(1)
+            probabilities[:, h, w] = moved.softmax(1).gather(1, best)[:, 0]
+            identical[:, h, w] = (moved == logits).all(1)
+            steps.update()
+        parts.append((logits.softmax(1).cpu(), labels, probabilities, identical))
+    steps.close()
+    return Report(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def describe(predictor: Predictor, report: Report, i: int, image: str, top: int) -> dict[str, Any]:
+    values, classes = report.still[i].topk(min(top, len(predictor.classes)))
+    predictions = [{"class": c, "name": predictor.classes[c], "probability": p}
+                   for p, c in zip(values.tolist(), classes.tolist(), strict=True)]  # fmt: skip
+    return {"image": image, "model": predictor.name, "predictions": predictions}
+
+
+def count(report: Report, i: int) -> dict[str, Any]:
+    labels = report.labels[i]
+    return {"labels": labels.tolist(), "probabilities": report.probabilities[i].tolist(), "count": labels.numel(),
+            "label_kept": int((labels == report.still[i].argmax()).sum()),
+            "bit_identical": int(report.identical[i].sum())}  # fmt: skip
+
+
+def summarise(row: dict[str, Any]) -> dict[str, Any]:
+    shifts, best = row["shifts"], row["predictions"][0]
+    percent = [100 * p for line in shifts["probabilities"] for p in line]
+    return {"image": row["image"], "model": row["model"], "label": best["name"],
+            "probability in place": f"{100 * best['probability']:.2f} %",
+            "at shifts": f"{min(percent):.2f} to {max(percent):.2f} %",
+            "labels seen": len({label for line in shifts["labels"] for label in line}),
+            "label kept": f"{shifts['label_kept']} of {shifts['count']}",
+            "bit-identical": f"{shifts['bit_identical']} of {shifts['count']}"}  # fmt: skip
+
+
+def format_grid(predictor: Predictor, report: Report, i: int, shifts: Tensor) -> str:
+    """The label at every shift, and the probability of the label in place."""
+    rows = []
+    for h, line in enumerate(shifts.tolist()):
+        names = [predictor.classes[label][:12] for label in report.labels[i, h].tolist()]
+        cells = [f"{name} {100 * p:.0f}" for name, p in zip(names, report.probabilities[i, h].tolist(), strict=True)]
+        rows.append({"down \\ right": str(line[0][0])} | {str(at[1]): c for at, c in zip(line, cells, strict=True)})
+    return format_table(rows)
+
+
+def draw(predictors: list[Predictor], reports: list[Report], images: dict[Path, list[Tensor]], shifts: Tensor,
+         kind: str, target: Path) -> None:  # fmt: skip
+    """A row per image: what the first model sees, then a heat map per model; cells whose label changed carry it."""
+    along, shown = shifts[0, :, 1].tolist(), list(images.items())[:DRAWN]
+    figure = Figure(figsize=(3.6 * (1 + len(predictors)) + 0.6, 3.7 * len(shown) + 0.5), layout="constrained")
+    axes = figure.subplots(len(shown), 1 + len(predictors), squeeze=False)
+    heat: Any = None
+    for i, (path, inputs) in enumerate(shown):
+        axes[i, 0].imshow(predictors[0].restore(inputs[0]))
+        axes[i, 0].set(xticks=[], yticks=[])
+        axes[i, 0].set_title(path.name, fontsize=9, parse_math=False)  # a name may hold dollar signs
+        for axis, predictor, report in zip(axes[i, 1:], predictors, reports, strict=True):
+            best = int(report.still[i].argmax())
+            changed = report.labels[i] != best
+            heat = axis.imshow(report.probabilities[i], vmin=0, vmax=1, cmap="viridis")
+            axis.set(xticks=range(len(along)), xticklabels=along, yticks=range(len(along)), yticklabels=along,
+                     xlabel="px right", ylabel="px down")  # fmt: skip
+            axis.set_title(f"{Path(predictor.name).name} ({'adaptive' if predictor.model.adaptive else 'default'})\n"
+                           f"{predictor.classes[best]!r} kept at {int((~changed).sum())} of {changed.numel()} shifts",
+                           fontsize=9, parse_math=False)  # fmt: skip
+            for h, w in changed.nonzero().tolist():
+                axis.text(w, h, predictor.classes[int(report.labels[i, h, w])][:8], ha="center", va="center",
+                          fontsize=7, color="white", parse_math=False,
+                          bbox={"boxstyle": "round", "color": "firebrick"})  # fmt: skip
+    figure.colorbar(heat, ax=axes[:, 1:], label="probability of the label in place", shrink=0.8)
+    figure.suptitle(f"{kind} shifts; red: another label" + (f"; the first {DRAWN} images" * (len(images) > DRAWN)),
+                    fontsize=10)  # fmt: skip
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=130, format="png")
+
+
+if __name__ == "__main__":
+    main()

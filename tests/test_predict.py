@@ -1,0 +1,140 @@
+"""scripts/predict.py: labels of image files, how they change under shifts, and what happens to files that are none."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+
+from common import from_pretrained
+from common.data import load_digits_data
+from common.hub import resolve_file
+from common.preprocess import PREPROCESSOR_NAME, Preprocess
+
+SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "predict.py"))
+DEFAULT, ADAPTIVE = (str(ROOT / "swin/checkpoints" / name) for name in ("swin_micro", "a_swin_micro"))
+CPU = ["--device", "cpu"]
+
+
+@pytest.fixture
+def digit(tmp_path: Path) -> Path:
+    """A held-out '2' as a PNG; its name would be a formula to a careless plot."""
+    path = tmp_path / r"a $\two$.png"
+    Image.fromarray(load_digits_data()[1].images[0].permute(1, 2, 0).numpy()).save(path)
+    return path
+
+
+def predict(*arguments: str | Path) -> dict[str, Any]:
+    return SCRIPT["main"]([*map(str, arguments), *CPU])
+
+
+def test_labels_are_those_of_the_model(digit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lost otherwise: the command says something else than the model, or says it wrongly sorted or named."""
+    (tmp_path / "names").write_text("\n".join(f"digit {i}" for i in range(10)))
+    predict("--model", ADAPTIVE, digit, "--top", "3", "--classes", tmp_path / "names", "--json", tmp_path / "out.json")
+    (found,) = json.loads((tmp_path / "out.json").read_text())["predictions"]
+    preprocess = Preprocess.load(resolve_file(ADAPTIVE, PREPROCESSOR_NAME))
+    with torch.no_grad():
+        expected = from_pretrained(ADAPTIVE)(preprocess.evaluate(load_digits_data()[1].images[:1])).softmax(1)[0]
+    values, classes = expected.topk(3)
+    assert [best["class"] for best in found["predictions"]] == classes.tolist()
+    assert [best["name"] for best in found["predictions"]] == [f"digit {c}" for c in classes.tolist()]
+    assert [best["probability"] for best in found["predictions"]] == pytest.approx(values.tolist())
+    assert "shifts" not in found
+    lines = capsys.readouterr().out.splitlines()
+    assert f"| digit 2 | {100 * values[0]:10.2f} % |".replace("  ", " ") in [line.replace("  ", " ") for line in lines]
+
+
+def test_the_shift_report_sets_default_beside_adaptive(digit: Path, tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """Lost otherwise: the picture of what this project is about."""
+    plot = tmp_path / "new" / "heat.png"
+    found = predict("--model", DEFAULT, "--model", ADAPTIVE, digit, "--shift-report", "--grid", "4", "--step", "7",
+                    "--plot", plot)["predictions"]  # fmt: skip
+    default, adaptive = (row["shifts"] for row in found)
+    assert default["pixels"] == adaptive["pixels"] == [0, 7, 14, 21]
+    assert adaptive["label_kept"] == adaptive["bit_identical"] == adaptive["count"] == 16
+    assert {p for line in adaptive["probabilities"] for p in line} == {adaptive["probabilities"][0][0]}
+    assert default["label_kept"] < 16
+    assert default["labels"][0][0] == found[0]["predictions"][0]["class"]  # the first cell is the image in place
+    assert default["bit_identical"] >= 1
+
+    x = Preprocess.load(resolve_file(DEFAULT, PREPROCESSOR_NAME)).evaluate(load_digits_data()[1].images[:1])
+    with torch.no_grad():
+        moved = from_pretrained(DEFAULT)(x.roll((14, 7), (2, 3)))  # 14 down, 7 right
+    assert default["labels"][2][1] == int(moved.argmax(1))
+    assert default["probabilities"][2][1] == pytest.approx(float(moved.softmax(1)[0, default["labels"][0][0]]))
+
+    text = capsys.readouterr().out
+    assert "| down \\ right |" in text
+    assert "16 of 16 |      16 of 16 |" in text
+    with Image.open(plot) as picture:
+        assert picture.format == "PNG"
+        assert len(picture.convert("RGB").getcolors(2**20) or ()) > 50  # something is drawn
+
+
+def test_standard_shifts_lose_content(digit: Path, tmp_path: Path) -> None:
+    """Lost otherwise: the report passes circular shifts off as what a camera does."""
+    report = ["--shift-report", "--grid", "3", "--step", "14", "--shifts", "standard", "--plot", tmp_path / "heat.png"]
+    (found,) = predict("--model", ADAPTIVE, digit, *report)["predictions"]
+    assert found["shifts"]["pixels"] == [-14, 0, 14]
+    assert found["shifts"]["probabilities"][1][1] == found["predictions"][0]["probability"]  # in place
+    assert found["shifts"]["bit_identical"] < 9  # exactness holds on the torus, not here
+
+
+def test_images_of_any_size_and_mode(digit: Path, tmp_path: Path) -> None:
+    """Lost otherwise: only images that are already as the model wants them can be predicted."""
+    paths = []
+    with Image.open(digit) as image:
+        for name, mode, size in (("l.png", "L", (32, 32)), ("p.webp", "RGBA", (64, 64)), ("x.jpg", "RGB", (400, 400))):
+            paths.append(tmp_path / name)
+            image.convert(mode).resize(size, Image.Resampling.BICUBIC).save(paths[-1])
+    rows = predict("--model", ADAPTIVE, digit, *paths)["predictions"]
+    assert [row["predictions"][0]["class"] for row in rows] == [2, 2, 2, 2]
+
+
+def test_files_that_are_no_images_are_named(digit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lost otherwise: one bad file among many hides all results, fills the memory, or goes unnoticed by a script."""
+    whole = digit.read_bytes()
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    Image.new("1", (20_000, 20_000)).save(tmp_path / "bomb.png")  # 48 kB that unfold to 1.2 GB
+    names = {"text.png": "not an image", "cut.png": "broken image", "bomb.png": "more than 90 million pixels",
+             "missing.png": "no such file", "": "a directory"}  # fmt: skip
+    bad = [tmp_path / name for name in names]
+    with pytest.raises(SystemExit) as end:
+        predict("--model", ADAPTIVE, *bad, digit, "--json", tmp_path / "out.json")
+    assert end.value.code == "5 of 6 images could not be read"
+    said = capsys.readouterr()
+    for path, reason in zip(bad, names.values(), strict=True):
+        assert any(line.startswith(f"{path}: ") and reason in line for line in said.err.splitlines()), path
+    stored = json.loads((tmp_path / "out.json").read_text())
+    assert [row["predictions"][0]["class"] for row in stored["predictions"]] == [2]
+    assert [entry["image"] for entry in stored["unreadable"]] == [str(path) for path in bad]
+
+
+def test_huge_files_are_not_read(digit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost otherwise: a file of many gigabytes is pulled into memory before anybody looks at it."""
+    monkeypatch.setitem(SCRIPT["read_image"].__globals__, "MAX_BYTES", 100)
+    with pytest.raises(ValueError, match="more than 100: shrink it"):
+        SCRIPT["read_image"](digit)
+
+
+def test_wrong_requests_say_what_to_do(digit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lost otherwise: a traceback from the depths instead of advice."""
+    (tmp_path / "names").write_text("cat\ndog\n")
+    segmenter = ROOT / "segmentation/checkpoints/upernet_a_swin_micro"
+    for arguments, message in (
+        (["--model", segmenter], "use segmentation/evaluate.py --pictures"),
+        (["--model", ADAPTIVE, "--classes", tmp_path / "names"], "tells 10 classes apart, but .* names 2"),
+        (["--model", ADAPTIVE, "--classes", tmp_path / "none"], "give a text file with one name per line"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            predict(*arguments, digit)
+    with pytest.raises(SystemExit):
+        predict("--model", ADAPTIVE, digit, "--grid", "0")
+    assert "--grid must be 1 or more, got 0" in capsys.readouterr().err
