@@ -40,11 +40,7 @@ def c_cons(model: Model, data: Data, *, max_shift: int | None = None, pairs: int
     """
     if worst is not None:
         return _percent(worst_agreement(model, images, worst) for images, _, _ in _batches(data))
-    return _percent(
-        circular_agreement(model, images, index, max_shift=max_shift, seed=seed + pair)
-        for images, _, index in _batches(data)
-        for pair in range(pairs)
-    )
+    return _over_pairs(circular_agreement, model, data, pairs, seed, max_shift=max_shift)
 
 
 def s_cons(model: Model, data: Data, *, max_shift: int | None = None, pairs: int = 1, seed: int = 0,
@@ -55,11 +51,7 @@ def s_cons(model: Model, data: Data, *, max_shift: int | None = None, pairs: int
     None: an eighth of the side). With ``crop``, images are larger, shifted, then cropped at the centre (ImageNet; None:
     the whole margin).
     """
-    return _percent(
-        standard_agreement(model, images, index, max_shift=max_shift, seed=seed + pair, crop=crop)
-        for images, _, index in _batches(data)
-        for pair in range(pairs)
-    )
+    return _over_pairs(standard_agreement, model, data, pairs, seed, max_shift=max_shift, crop=crop)
 
 
 def miou(model: Model, data: Data, *, ignore_index: int = IGNORE_INDEX) -> float:
@@ -88,11 +80,7 @@ def mascc(model: Model, data: Data, *, max_shift: int | None = None, pairs: int 
     """
     if worst is not None:
         return _percent(worst_pixel_agreement(model, images, worst) for images, _, _ in _batches(data))
-    return _percent(
-        circular_pixel_agreement(model, images, index, max_shift=max_shift, seed=seed + pair)
-        for images, _, index in _batches(data)
-        for pair in range(pairs)
-    )
+    return _over_pairs(circular_pixel_agreement, model, data, pairs, seed, max_shift=max_shift)
 
 
 def massc(model: Model, data: Data, *, max_shift: int | None = None, pairs: int = 1, seed: int = 0,
@@ -102,11 +90,7 @@ def massc(model: Model, data: Data, *, max_shift: int | None = None, pairs: int 
     Only pixels that both shifted images show are compared: the border that a shift brings in is ignored. Shifts and
     ``crop`` are as in ``s_cons``.
     """
-    return _percent(
-        standard_pixel_agreement(model, images, index, max_shift=max_shift, seed=seed + pair, crop=crop)
-        for images, _, index in _batches(data)
-        for pair in range(pairs)
-    )
+    return _over_pairs(standard_pixel_agreement, model, data, pairs, seed, max_shift=max_shift, crop=crop)
 
 
 @torch.no_grad()
@@ -229,6 +213,16 @@ def worst_pixel_agreement(model: Model, images: Tensor, reach: int) -> Tensor:
                 moved = predict_pixels(model, images.roll((h, w), (-2, -1)))
                 same = same & (moved.roll((-h, -w), (-2, -1)) == first)
     return same.sum((1, 2)).double() / (images.shape[-2] * images.shape[-1])
+
+
+def _over_pairs(agreement: Callable[..., Tensor], model: Model, data: Data, pairs: int, seed: int,
+                **settings: Any) -> float:  # fmt: skip
+    """Percent of ``agreement`` over all images and ``pairs`` pairs of shifts each."""
+    return _percent(
+        agreement(model, images, index, seed=seed + pair, **settings)
+        for images, _, index in _batches(data)
+        for pair in range(pairs)
+    )
 
 
 def _percent(outcomes: Iterable[Tensor]) -> float:

@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from .data import Arrays, Encoded, Split, check_rows
 
 __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "decode_image",
-           "find_column", "load_folder", "load_hub", "load_split"]  # fmt: skip
+           "find_column", "load_folder", "load_hub", "load_split", "open_image"]  # fmt: skip
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -168,12 +168,18 @@ def _read_tree(folder: Path, skip_broken: bool) -> Split:
     return _split([path for path, _ in items], _read_path, labels, tuple(classes), str, skip_broken)
 
 
+def open_image(content: bytes) -> Image.Image:
+    """Read the header of an encoded image; refuses what would unfold to more than 90 million pixels."""
+    image = Image.open(io.BytesIO(content))
+    if image.width * image.height > MAX_PIXELS:
+        raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS:,}: "
+                                           "shrink the image first")  # fmt: skip
+    return image
+
+
 def decode_image(content: bytes) -> np.ndarray:
-    """Encoded image -> (H, W, 3) uint8. Refuses what would unfold to more than 90 million pixels."""
-    with Image.open(io.BytesIO(content)) as image:  # reads the header alone
-        if image.width * image.height > MAX_PIXELS:
-            raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS:,}: "
-                                               "shrink the image first")  # fmt: skip
+    """Encoded image -> (H, W, 3) uint8."""
+    with open_image(content) as image:
         return np.asarray(image.convert("RGB"))
 
 

@@ -6,8 +6,6 @@ own tree has ``images/training``, ``annotations/training`` and the same under ``
 decoded once, into memory; others stay encoded for the loader's workers.
 """
 
-import io
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,14 +16,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from common.data import Arrays, Split, load_digits_data
 from common.metrics import IGNORE_INDEX
 from common.seeding import hashed_uniform
-from common.sources import EVALUATION_SPLITS, IMAGE_COLUMNS, IMAGE_SUFFIXES, decode_image, find_column, import_datasets
+from common.sources import (
+    EVALUATION_SPLITS,
+    IMAGE_COLUMNS,
+    IMAGE_SUFFIXES,
+    decode_image,
+    find_column,
+    import_datasets,
+    open_image,
+)
 
 from .preprocess import ScenePreprocess, resize_image
 
@@ -227,10 +232,8 @@ def load_digit_scenes(train: int = 1000, test: int = 200, size: int = 64) -> tup
 
 def decode_labels(content: bytes) -> np.ndarray:
     """Encoded label image -> (H, W) numbers. One channel: grey levels or palette entries."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(io.BytesIO(content)) as image:
-            numbers = np.asarray(image)
+    with open_image(content) as image:
+        numbers = np.asarray(image)
     if numbers.ndim != 2:
         raise ValueError(f"labels must be an image of one channel, got mode {image.mode}")
     return numbers
@@ -328,7 +331,7 @@ def _split(items: Sequence[Any], read: Callable[[Any], tuple[bytes, bytes]], lab
     size: tuple[int, int] | None = None
     for item in items:
         try:
-            with Image.open(io.BytesIO(read(item)[0])) as image:
+            with open_image(read(item)[0]) as image:
                 size, last = image.size, size
         except Exception:
             continue  # named where the scene is used

@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.hub import read_config
 from common.metrics import IGNORE_INDEX
 from common.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME
 from common.seeding import hashed_uniform
@@ -58,11 +58,10 @@ class ScenePreprocess:
 
     @classmethod
     def load(cls, path: Path) -> "ScenePreprocess":
-        stored = json.loads(path.read_text())
+        stored = read_config(path)
         if unknown := sorted(set(stored) - set(cls.STORED)):
             raise ValueError(f"{path} has unknown keys {unknown}: it was not written for a segmenter")
-        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
-        return cls(**arguments)
+        return cls(**stored)
 
     def target_size(self, size: tuple[int, int], ratio: float = 1.0) -> tuple[int, int]:
         """What an image of ``size`` is resized to, before it is cropped or rounded up."""
