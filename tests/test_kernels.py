@@ -35,7 +35,7 @@ def test_kernels_in_the_interpreter() -> None:
 def both(monkeypatch: pytest.MonkeyPatch, f: Callable[[], Any]) -> tuple[Any, Any]:
     """A result with kernels, and without."""
     fast = f()
-    monkeypatch.setattr(kernels, "usable", lambda x: False)
+    monkeypatch.setattr(kernels.base, "ENABLED", False)
     return fast, f()
 
 
