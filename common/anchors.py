@@ -11,6 +11,7 @@ token's D channels instead of all (still a shift-invariant function, so still ex
 all shifted copies are one array; otherwise scores are taken in float32 at least, outside autocast.
 """
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +32,7 @@ __all__ = [
     "WindowAnchor",
     "best_offset",
     "phase_scores",
+    "product_dtype",
     "token_energy",
 ]
 
@@ -100,6 +102,7 @@ class Fold(NamedTuple):
 class Anchor(nn.Module):
     """What anchors share: how tokens count, the sketch, the precision of scores."""
 
+    wave: Tensor
     directions: Tensor
 
     def __init__(self, *, score: Score = "signed", sketch: int = 0) -> None:
@@ -108,23 +111,38 @@ class Anchor(nn.Module):
             raise ValueError(f"unknown score {score!r}: choose 'signed' or 'energy'")
         self.score: Score = score
         self.sketch = sketch
+        wave = _direction(4096, torch.ones(1, dtype=torch.float64)) * (4096 / 2) ** 0.5
+        self.register_buffer("wave", wave.float(), persistent=False)  # kept: a sine per token and channel would be slow
         if sketch:
             generator = torch.Generator().manual_seed(2024)
             self.register_buffer("directions", torch.randn(sketch, 4096, generator=generator), persistent=False)
 
+    def mixing(self, channels: int, like: Tensor) -> Tensor | None:
+        """(r, D) weights of the r combinations of D channels that are scored; None to score them all."""
+        if not self.sketch or channels <= self.sketch:
+            return None
+        return self.directions[:, :channels].to(like)
+
     def rows(self, weight: Tensor) -> Tensor:
         """Rows (D, ...) of the linear map whose output is scored, or their r fixed combinations (r, ...)."""
-        if not self.sketch or len(weight) <= self.sketch:
-            return weight
-        return torch.tensordot(self.directions[:, : len(weight)].to(weight), weight, 1)
+        mixing = self.mixing(len(weight), weight)
+        return weight if mixing is None else torch.tensordot(mixing, weight, 1)
 
     def depthwise_rows(self, *weights: Tensor) -> Tensor:
         """Depthwise kernels (C, 1, k, k) of one input: side by side, or r fixed combinations of all (r, C, k, k)."""
         if not self.sketch:
             return torch.stack(weights, 1).flatten(0, 1)  # grouped: the outputs of a channel are neighbours
-        kernels = torch.stack(weights)[:, :, 0]  # n, C, k, k
-        directions = self.directions[:, : kernels.shape[0] * kernels.shape[1]].to(kernels)
-        return torch.einsum("rnc,ncij->rcij", directions.unflatten(1, kernels.shape[:2]), kernels)
+        taps = torch.stack(weights)[:, :, 0]  # n, C, k, k
+        directions = self.directions[:, : taps.shape[0] * taps.shape[1]].to(taps)
+        return torch.einsum("rnc,ncij->rcij", directions.unflatten(1, taps.shape[:2]), taps)
+
+    def moments(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Sums (B, H, W) over channels of x (B, H, W, C), of its square and of its product with ``wave``, in float32 at
+        least."""
+        if kernels.usable(x) and not torch.compiler.is_compiling() and x.is_contiguous():  # a compiler has it for free
+            return kernels.token_moments(x, self.wave).unbind(1)
+        x = x if x.dtype == torch.float64 else x.float()
+        return x.sum(-1), x.square().sum(-1), (x * self.wave[: x.shape[-1]].to(x)).sum(-1)
 
     def precision(self, x: Tensor, fast: bool) -> AbstractContextManager[Any]:
         return nullcontext() if fast else torch.autocast(x.device.type, enabled=False)
@@ -133,63 +151,68 @@ class Anchor(nn.Module):
         """Tokens in the precision they are scored in."""
         return x if fast or x.dtype == torch.float64 else x.float()
 
+    def choose(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None, fold: Fold | None = None,
+               fast: bool = False) -> Tensor:  # fmt: skip
+        """(B, 2) offsets of the best phase of a strided convolution: see ``phases``."""
+        if fast and kernels.fits_token_kernel(x, weight, conv.stride):
+            parts = self._parts(x, weight, conv, bias, fold)
+            return kernels.best_phase(parts, self.wave, conv.stride[0], math.prod(x.shape[2:]), self.score == "signed")
+        return best_offset(self.phases(x, weight, conv, bias, fold, fast))
+
     def phases(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None, fold: Fold | None = None,
                fast: bool = False) -> Tensor:  # fmt: skip
         """(B, s_h, s_w) score of each phase of a strided convolution of x (B, C, H, W), with ``weight`` (r, C, k, k) in
         place of its own and, with ``fold``, of normalised patches."""
-        if fast and weight.shape[1] == x.shape[1] and kernels.fits_phase_kernel(x, weight, conv.stride):
-            return self._phases_in_one_kernel(x, weight, conv, bias, fold)
+        if fast and kernels.fits_token_kernel(x, weight, conv.stride):
+            energy, toward = self._parts(x, weight, conv, bias, fold).double().sum(1).unbind(1)
+            rms = (energy.sum((1, 2), keepdim=True) / math.prod(x.shape[2:])).sqrt()
+            return energy if self.score == "energy" else energy + 0.01 * rms * toward
         t = at_every_position(x, weight, conv, bias)
         t = t if t.dtype == torch.float64 else t.float()
         if fold is not None:
-            x = x if x.dtype == torch.float64 else x.float()
-            sums = torch.stack([x.sum(1), x.square().sum(1)], 1)
-            mean, square = F.avg_pool2d(circular_pad(sums, (0, 1, 0, 1)), 2, stride=1).div(x.shape[1]).split(1, 1)
+            patch = torch.stack(self.moments(x.permute(0, 2, 3, 1))[:2], 1)  # 2 x 2, from each position on
+            moments = circular_pad(patch, (0, 1, 0, 1))
+            mean, square = F.avg_pool2d(moments, 2, stride=1).div(x.shape[1]).split(1, 1)
             inverse_std = (square - mean.square()).clamp_min(0).add(fold.eps).rsqrt()
             t = (t - mean * fold.sums.view(1, -1, 1, 1)) * inverse_std + fold.constant.view(1, -1, 1, 1)
         return phase_scores(token_energy(t, self.score, 1), conv.stride)
 
-    def _phases_in_one_kernel(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None,
-                              fold: Fold | None) -> Tensor:  # fmt: skip
-        (r, channels, _, _), (_, _, height, width), stride = weight.shape, x.shape, conv.stride[0]
+    def _parts(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, fold: Fold | None) -> Tensor:
+        """Energy and direction per phase, in one kernel: partial sums (B, parts, 2, s, s)."""
         constant = bias if fold is None else fold.constant
-        constant = torch.zeros(r, device=x.device) if constant is None else constant.float()
-        direction, sums = _direction(r, constant), None if fold is None else fold.sums.float()
-        if channels < 16:  # cells of stride x stride pixels instead: channels enough for a matrix product
-            weight, padding = _cell_weights(weight, conv)
-            x = F.pixel_unshuffle(x.to(weight.dtype), stride).contiguous(memory_format=torch.channels_last)
-            constant, direction, phases = constant.repeat(stride**2), direction.repeat(stride**2), 1
-        else:
-            weight, padding, phases = weight.permute(2, 3, 1, 0).reshape(-1, r).contiguous(), conv.padding, stride
-        parts = kernels.phase_energies(x, weight, constant, direction, sums, list(padding), phases, r,
-                                       0.0 if fold is None else fold.eps)  # fmt: skip
-        if channels < 16:
-            energy, toward = parts.double().sum(1).view(-1, 2, stride, stride).unbind(1)
-        else:
-            energy, toward = parts.unflatten(1, (-1, stride)).double().sum(1)[..., 0].unbind(2)  # B, s, s
-        if self.score == "energy":
-            return energy
-        rms = (energy.sum((1, 2), keepdim=True) / (height * width)).sqrt()
-        return energy + 0.01 * rms * toward
+        constant = torch.zeros(len(weight), device=x.device) if constant is None else constant.float().contiguous()
+        weight = weight.permute(2, 3, 1, 0).to(product_dtype(x)).contiguous()
+        colsum, sums, squares, eps = None, None, None, 0.0
+        if fold is not None:
+            sums, squares, _ = self.moments(x.permute(0, 2, 3, 1))
+            colsum, eps = fold.sums.float(), fold.eps
+        return kernels.token_energies(x, weight, constant, self.wave, colsum, sums, squares, conv.padding[0],
+                                      conv.stride[0], eps)  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"score={self.score!r}, sketch={self.sketch}"
 
 
-def _cell_weights(weight: Tensor, conv: Strided) -> tuple[Tensor, tuple[int, int]]:
-    """The convolution at every phase of a stride-s grid, as a convolution of its s x s cells.
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product of x would be taken in: that of autocast, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
-    Phase (a, b) sees the kernel (r, C, k, k) moved by (a - p, b - p) pixels: placed on a canvas of whole cells.
-    Returns weights (cells cells C s s, s s r), patches as (cell row, cell column, channel, row, column), and padding.
+
+def _all_phases(weight: Tensor, stride: int) -> Tensor:
+    """A kernel (r, C, k, k) at each phase of its stride s, side by side on a canvas of whole cells.
+
+    Returns (C, lines, columns, s s r), columns 8 or 16 and lines a multiple of 32 / columns, zeros where no tap is.
     """
-    (k, _), (s, _), (p, _) = conv
-    before = -(-p // s)  # whole cells above and to the left of the first
-    cells = before + (s - 1 - p + k - 1) // s + 1
-    place = torch.arange(k, device=weight.device) + torch.arange(s, device=weight.device)[:, None] - p + before * s
-    at = (place[..., None] == torch.arange(cells * s, device=weight.device)).to(weight.dtype)  # phase, tap, canvas
-    canvas = torch.einsum("rcij,aiu,bjv->ucvabr", weight, at, at)  # cells s, C, cells s, s, s, r
-    canvas = canvas.unflatten(0, (cells, s)).unflatten(3, (cells, s))  # cell, row, C, cell, column, a, b, r
-    return canvas.permute(0, 3, 2, 1, 4, 5, 6, 7).reshape(cells**2 * weight.shape[1] * s * s, -1), (before, before)
+    k = weight.shape[-1]
+    span = k + stride - 1
+    columns = 8 if span <= 8 else 16
+    lines = -(-span * columns // 32) * 32 // columns
+    phase = torch.arange(stride, device=weight.device)
+    i, j = (torch.arange(n, device=weight.device)[:, None] - phase for n in (lines, columns))  # place, phase
+    inside = ((i >= 0) & (i < k))[:, None, :, None] & ((j >= 0) & (j < k))[None, :, None, :]
+    i, j = i.clamp(0, k - 1)[:, None, :, None], j.clamp(0, k - 1)[None, :, None, :]
+    return (weight[:, :, i, j] * inside).permute(1, 2, 3, 4, 5, 0).flatten(3)
 
 
 class ConvAnchor(Anchor):
@@ -205,13 +228,27 @@ class ConvAnchor(Anchor):
         return roll(x, offset, within=True), offset
 
     @torch.no_grad()
-    def offset(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> Tensor:
+    def offset(self, x: Tensor, conv: nn.Conv2d, fast: bool = False, at: Tensor | None = None) -> Tensor:
+        """The best phase of x or, with ``at`` (B, 2) in [0, side), of x rolled there."""
         with self.precision(x, fast):
-            x = self.cast(x, fast)
+            x, strided = self.cast(x, fast), Strided.of(conv)
             weight, bias = conv.weight.to(x), None if conv.bias is None else conv.bias.to(x)
             if conv.groups == 1:
                 weight, bias = self.rows(weight), None if bias is None else self.rows(bias)
-            return best_offset(self.phases(x, weight, Strided.of(conv), bias, fast=fast))
+                if weight.shape[1] < 16 and len(weight) < conv.out_channels and conv.out_channels >= 64:
+                    few = max(1, len(weight) // 4)  # a quarter will do for an image, whose sixteen phases are all taken
+                    weight, bias = weight[:few], None if bias is None else bias[:few]
+            if fast and kernels.fits_image_kernel(x, weight, strided.stride):
+                at = torch.zeros(len(x), 2, dtype=torch.long, device=x.device) if at is None else at
+                return self._of_image(x, weight, strided, bias, at)
+            return self.choose(x if at is None else roll(x, at, within=True), weight, strided, bias, fast=fast)
+
+    def _of_image(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, at: Tensor) -> Tensor:
+        (r, stride), (height, width) = (len(weight), conv.stride[0]), x.shape[2:]
+        constant = torch.zeros(r, device=x.device) if bias is None else bias.float()
+        canvas = _all_phases(weight, stride).to(product_dtype(x)).contiguous()
+        parts = kernels.image_energies(x, at, canvas, constant.repeat(stride**2), conv.padding[0], stride)
+        return kernels.best_phase(parts, self.wave, stride, height * width, self.score == "signed")
 
 
 def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None) -> Tensor:
@@ -248,8 +285,8 @@ class MergeAnchor(Anchor):
             projection = self.rows(reduction.weight.to(x))  # r, 4C
             weight = projection if norm is None else projection * norm.weight.to(x)
             kernel = weight.view(-1, 2, 2, channels).permute(0, 3, 2, 1)  # r, C, row, column
-            fold = None if norm is None else Fold(weight.sum(1), projection @ norm.bias.to(projection), norm.eps)
-            return best_offset(self.phases(x, kernel, Strided((2, 2), (2, 2), (0, 0)), fold=fold, fast=fast))
+            fold = None if norm is None else Fold(weight.sum(1), (projection * norm.bias.to(x)).sum(1), norm.eps)
+            return self.choose(x, kernel, Strided((2, 2), (2, 2), (0, 0)), fold=fold, fast=fast)
 
 
 class WindowAnchor(Anchor):
@@ -265,12 +302,13 @@ class WindowAnchor(Anchor):
     Shapes: x (B, H, W, C) -> rolled x, offsets (B, 2) in [0, window).
     """
 
-    wave: Tensor
+    taps: Tensor
 
     def __init__(self, *, score: Score = "signed") -> None:
         super().__init__(score=score)
-        wave = _direction(4096, torch.ones(1, dtype=torch.float64)).float() * (4096 / 2) ** 0.5
-        self.register_buffer("wave", wave, persistent=False)  # kept: a sine per token and channel would be slow
+        place = torch.arange(4096, dtype=torch.float64)
+        uneven = 0.1 * torch.sin(2 + 7.31 * place) if score == "signed" else torch.zeros_like(place)
+        self.register_buffer("taps", (1 + uneven).float(), persistent=False)
 
     def forward(self, x: Tensor, window: tuple[int, int], fast: bool = False) -> tuple[Tensor, Tensor]:
         offset = self.offset(x, window, fast)
@@ -279,18 +317,17 @@ class WindowAnchor(Anchor):
     @torch.no_grad()
     def offset(self, x: Tensor, window: tuple[int, int], fast: bool = False) -> Tensor:
         with self.precision(x, fast=False):  # a sum of squares: nothing to gain from less than float32
-            x = self.cast(x, fast=False)
-            fast = fast and x.dtype == torch.float32
-            wide = (lambda t: t) if fast else _wide
-            strength = wide(x.square().sum(-1)).sqrt()  # B, H, W
+            fast = fast and x.dtype != torch.float64
+            _, square, toward = (t if fast else _wide(t) for t in self.moments(x))  # B, H, W each
+            strength = square.sqrt()
             if self.score == "signed":
-                direction = self.wave[: x.shape[-1]].to(x) * (2.0 / x.shape[-1]) ** 0.5
-                strength = strength + 0.1 * wide((x * direction).sum(-1))
+                strength = strength + 0.1 * (2.0 / x.shape[-1]) ** 0.5 * toward
             single = (x.shape[1] == window[0], x.shape[2] == window[1])
             if all(single):
                 return best_offset(strength)
-            if fast and not any(single) and kernels.fits_offset_kernel(strength):
-                return kernels.window_offset(strength.contiguous(), list(window), self.score == "signed")
+            if fast and not any(single) and kernels.fits_window_scores(strength, window):
+                return kernels.best_window(kernels.window_energies(strength.contiguous(), self.taps, list(window)),
+                                           list(window))  # fmt: skip
             rows, columns = (self._window_mean(n, w, strength) for n, w in zip(x.shape[1:3], window, strict=True))
             energy = (rows @ strength @ columns.T).square()  # v^2 of the window that starts at each token
             if not any(single):
@@ -303,6 +340,5 @@ class WindowAnchor(Anchor):
     def _window_mean(self, n: int, window: int, like: Tensor) -> Tensor:
         """(n, n) matrix that takes the mean, slightly uneven for ``signed``, of ``window`` places from each on."""
         place = torch.arange(n, device=like.device)
-        ahead = ((place - place[:, None]) % n).to(like.dtype)
-        weight = 1 + 0.1 * torch.sin(2 + 7.31 * ahead) if self.score == "signed" else torch.ones_like(ahead)
-        return torch.where(ahead < window, weight / window, 0)
+        ahead = (place - place[:, None]) % n
+        return torch.where(ahead < window, self.taps[ahead.clamp(max=window - 1)].to(like) / window, 0)

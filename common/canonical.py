@@ -2,76 +2,115 @@
 
 An adaptive model is equivariant by itself; floating point is not: a sum taken in another order differs in its last
 bits, and a near tie between two anchors may then fall the other way. The canonical anchor removes the cause. It reads
-the image through integers only (every partial sum fits the 53 bits of a float64), so its choice does not depend on the
-order of any sum, on the device or on the precision of the model, and two places tie only where the torus itself looks
-the same from both.
+the image through integers only, each small enough for the number format that it is summed in, so its choice does not
+depend on the order of any sum, on the device or on the precision of the model.
+
+Any o with o(roll(x, s)) = o(x) - s would do. This one, with fixed random kernels u, v, y, z (indices are circular):
+
+    g[h, w] = polynomial in 37 of the channels' round(1024 x), modulo the prime 2039   what a pixel is
+    r[h, w] = sum_j g[h, j] v[j - w], modulo 2039                                      its row as seen from there
+    d[h]    = max_w sum_i r[i, w] u[i - h]                                             the image as seen from row h
+    row     = argmax_h sum_i d[i] y[i - h]
+    column  = argmax_w sum_ij g[i, j] y[i - row] z[j - w]
+
+The two large products have factors below 2^11 and sums below 2^23: exact in float16 with float32 sums, on matrix units.
+The last two lines are small and taken in 64 bits.
+
+Why places tie only where the torus looks the same from both: d[h] is a hash of all that is seen from row h, up to a
+horizontal shift. Two rows share their score where d, read from either, is one sequence; all H hashes agree where the
+image does, moved by (h' - h, some w). The column then asks the same of w. Any one hash may agree by accident, and the
+scores, of 30 bits and more, hardly ever do. Among places that tie for a reason the first is taken: all give one array.
+
+What is read as one colour is not told apart: values that differ by less than 1/1024 or by a multiple of 256, and by
+accident one pair of colours in 2,039. An image that repeats but for such differences may come to rest at any repeat.
 
 It would make *any* network shift-invariant. It is therefore a separate switch (``canonical=``), and every float64 test
 of a module or a model runs with it off.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
+from . import kernels
+from .kernels.canonical import BASE, HALF, PRIME, peak
 from .shifts import roll
 
 __all__ = ["Canonical"]
 
-LEVELS = 255  # grey levels that the image is read at
-BITS = 12  # bits of a kernel entry, at most
+LIMIT = 2048  # pixels per side: sums of 10 + 11 + 15 + 11 + 15 bits stay below 2^63
 
 
 class Canonical(nn.Module):
     """Offsets o(x) with o(roll(x, s)) = o(x) - s, so that roll(x, o(x)) is one array for all shifted copies of x.
-
-    o is the argmax over all H x W places of the circular correlation of the image with a fixed random kernel
-    K[i, j] = u[i] v[j]: two matrix products with circulants. Exact while the image has at most 53 bits to sum: any side
-    up to 2,048 with 3 channels.
 
     Shapes: images (B, C, H, W), floating point -> images (B, C, H, W), offsets (B, 2).
     """
 
     kernel: Tensor
 
-    def __init__(self, max_side: int = 2048) -> None:
+    def __init__(self, max_side: int = LIMIT) -> None:
         super().__init__()
+        if not 0 < max_side <= LIMIT:
+            raise ValueError(f"the canonical anchor is exact up to {LIMIT} pixels per side, got max_side={max_side}")
         generator = torch.Generator().manual_seed(2024)
-        kernel = torch.randint(1 - 2**BITS, 2**BITS, (2, max_side), generator=generator)
-        kernel[:, 0] = 2**BITS  # one clear peak: a single bright pixel has one best place
+        coarse = torch.randint(2**20, (2, max_side), generator=generator)  # u, v: cut to size by ``_circulant``
+        # y, z: all different, so that two equal objects at any distance are told apart; positive, so that few cancel
+        fine = torch.stack([torch.randperm(2**15, generator=generator)[:max_side] + 1 for _ in range(2)])
+        kernel = torch.cat([coarse, fine]).int()
         self.register_buffer("kernel", kernel, persistent=False)  # integers: .half() leaves them alone
 
     @torch.no_grad()
     def offset(self, x: Tensor) -> Tensor:
-        _, channels, height, width = x.shape
+        _, _, height, width = x.shape
         if max(height, width) > self.kernel.shape[1]:
             raise ValueError(f"the canonical anchor reaches {self.kernel.shape[1]} pixels per side, got "
                              f"{(height, width)}: use smaller images, or canonical=False")  # fmt: skip
-
-        # integers below 2^24: exact in float32, whatever the order
-        x = x.float()
-        low, high = x.amin((1, 2, 3), keepdim=True), x.amax((1, 2, 3), keepdim=True)
-        levels = ((x - low) * (LEVELS / (high - low).clamp_min(1e-30))).round()
-        weights = [c % 5 + 1 for c in range(channels)]
-        s = torch.stack([weight * levels[:, c] for c, weight in enumerate(weights)]).sum(0)  # B, H, W
-
-        # what is left of 53 bits goes to the two kernels
+        if kernels.fits_canonical_kernel(x):
+            return kernels.canonical_offset(x, self.kernel)
+        g, mps = read(x), x.device.type == "mps"
+        wide = torch.float32 if mps else torch.float64  # exact in both; MPS has no float64
         with torch.autocast(x.device.type, enabled=False):
-            wide = torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no float64: near-exact there
-            used = math.log2(LEVELS * sum(weights) * height * width)
-            bits = max(1, min(BITS, int((53 - used) / 2)))
-            rows, columns = (self._circulant(axis, side, bits).to(wide) for axis, side in enumerate((height, width)))
-            score = rows.T @ (s.to(wide) @ columns)  # B, H, W: one score per place
-        row = score.amax(2).argmax(1)  # in two steps: each of them has enough rows to fill a device
-        column = score.gather(1, row.view(-1, 1, 1).expand(-1, 1, width)).squeeze(1).argmax(1)
+            r = residue(g.to(wide) @ self._circulant(1, width).T.to(wide), passes=2 if mps else 1)
+            d = (self._circulant(0, height).to(wide) @ r).amax(2).long()  # B, H
+        rows, columns = self._circulant(2, height), self._circulant(3, width)
+        row = (d[:, None] * rows).sum(2).argmax(1)
+        s = (g.long() * rows[row][:, :, None]).sum(1)  # B, W
+        column = (s[:, None] * columns).sum(2).argmax(1)
         return torch.stack([row, column], 1)
 
-    def _circulant(self, axis: int, n: int, bits: int) -> Tensor:
-        """(n, n) matrix C[i, j] = k[i - j]: ``s @ C`` correlates s with the kernel k."""
-        i = torch.arange(n, device=self.kernel.device)
-        return (self.kernel[axis, :n] >> (BITS - bits))[(i[:, None] - i) % n]
+    def _circulant(self, which: int, n: int) -> Tensor:
+        """(n, n) matrix C[i, j] = k[j - i]: ``C @ a`` correlates a with the kernel k."""
+        k, top = self.kernel[which, :n].long(), peak(n)
+        k = k % (2 * top + 1) - top if which < 2 else k
+        i = torch.arange(n, device=k.device)
+        return k[(i - i[:, None]) % n]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         offset = self.offset(x)
         return roll(x, offset, within=True), offset
+
+
+def read(x: Tensor) -> Tensor:
+    """Images (B, C, H, W) as one whole number in [-1019, 1019] per pixel (B, H, W), in float32.
+
+    Every step is exact or rounds one number once, so that fusing a product with a sum changes nothing. What is not
+    finite counts as zero.
+    """
+    x = x.float() * 2**-8
+    x = x.sub_((x + 0.5).floor_()).mul_(2**18).add_(0.5).floor_()  # round(1024 x), modulo 2^18, around zero
+    first, *others = x.nan_to_num_(0).unbind(1)
+    g = residue(first)
+    for level in others:
+        g = residue((g + HALF).mul_(BASE).add_(level))
+    return g
+
+
+def residue(t: Tensor, passes: int = 1) -> Tensor:
+    """Whole numbers modulo the prime, less half of it.
+
+    The quotient is taken half a step off whole numbers, so that its rounding does not matter: up to 2^18 in float32 and
+    2^40 in float64, or in a second pass up to 2^23 in float32.
+    """
+    for _ in range(passes):
+        t = t - (t + 0.5).mul_(1 / PRIME).floor_().mul_(PRIME)
+    return t.sub_(HALF)

@@ -13,7 +13,6 @@ from .anchors import ConvAnchor
 from .canonical import Canonical
 from .hub import HubModel
 from .preprocess import IMAGENET_MEAN, IMAGENET_STD
-from .shifts import roll
 
 __all__ = ["Classifier", "PaddingMode", "Stages", "check_images", "check_size", "resolve_padding", "to_pair"]
 
@@ -90,22 +89,20 @@ class Classifier(HubModel):
         """Raise unless this model takes images of ``size`` (adaptive: is exact for them)."""
         check_size(size, self.multiple, "an exactly shift-equivariant model" if self.adaptive else "this model")
 
-    def enter(self, x: Tensor, anchor: ConvAnchor | None, embed: nn.Conv2d) -> tuple[Tensor, Tensor]:
-        """Check a batch and roll it, in an adaptive model, to its canonical place and there to the best phase of the
-        convolution that makes tokens: by one roll of what came in, so that the place between is never written out."""
+    def enter(self, x: Tensor, anchor: ConvAnchor | None, embed: nn.Conv2d) -> Tensor:
+        """Check a batch, and say where each image begins (B, 2) in an adaptive model: at its canonical place and there
+        at the best phase of the convolution that makes tokens. Nothing is moved yet: one roll does both."""
         check_images(x, self.in_chans)
         self.check_size((x.shape[2], x.shape[3]))
         if self.adaptive and self.canonical:
             offset = self.canonicalize.offset(x)
-            placed = roll(x, offset, within=True)
         else:
-            offset, placed = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device), x
+            offset = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device)
         if anchor is None:
-            return placed, offset
-        row, column = (offset + anchor.offset(placed, embed, self.canonical)).unbind(1)
+            return offset
+        row, column = (offset + anchor.offset(x, embed, self.canonical, at=offset)).unbind(1)
         wrapped = [torch.where(o < side, o, o - side) for o, side in zip((row, column), x.shape[2:], strict=True)]
-        offset = torch.stack(wrapped, 1)
-        return roll(x, offset, within=True), offset
+        return torch.stack(wrapped, 1)
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         """Tokens (B, H/s, W/s, C) of stages 0..last, each with the pixel offsets (B, 2) of its grid's origin, and what

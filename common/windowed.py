@@ -8,7 +8,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from . import kernels
-from .anchors import ConvAnchor, MergeAnchor, WindowAnchor
+from .anchors import ConvAnchor, MergeAnchor, WindowAnchor, product_dtype
 from .classifier import Classifier, Stages, to_pair
 from .shifts import roll
 from .windows import shifted_window_mask, window_shift
@@ -26,11 +26,17 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=patch_size)
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
+        """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0)."""
         b, c, h, w = x.shape
         p = self.proj.stride[0]  # as one matrix product: a convolution with three input channels is slow
-        x = x.view(b, c, h // p, p, w // p, p).permute(0, 2, 4, 1, 3, 5).reshape(b, h // p, w // p, -1)
-        return self.norm(F.linear(x, self.proj.weight.flatten(1), self.proj.bias))
+        if offset is not None and kernels.fits_patch_kernel(x, p):
+            x = kernels.rolled_patches(x, offset, p, product_dtype(x))
+        else:
+            x = x if offset is None else roll(x, offset, within=True)
+            x = x.view(b, c, h // p, p, w // p, p).permute(0, 2, 4, 1, 3, 5).reshape(b, h // p, w // p, -1)
+        x = F.linear(x, self.proj.weight.flatten(1), self.proj.bias)
+        return self.norm(x).to(x.dtype)  # autocast leaves float32: twice what the stage has to read and write
 
 
 def merge_patches(x: Tensor) -> Tensor:
@@ -87,8 +93,8 @@ class WindowedClassifier(Classifier):
                     nn.init.zeros_(module.bias)
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        x, offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
-        x = self.patch_embed(x)
+        offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
+        x = self.patch_embed(x, offset if self.adaptive else None)
         stages: Stages = []
         stage: Any
         for i, stage in enumerate(self.layers[: last + 1]):

@@ -20,10 +20,11 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset
+from common.anchors import Anchor, ConvAnchor, Score, Strided, product_dtype
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
+from common.kernels import depthwise
 from common.registry import defaults, register_model
-from common.shifts import roll
+from common.shifts import convolve, roll
 
 ANCHORS = ("token", "projection")
 
@@ -68,7 +69,7 @@ class KeyValueAnchor(Anchor):
             x = self.cast(x, fast)
             x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x), norm.bias.to(x), norm.eps).permute(0, 3, 1, 2)
             kernel = self.depthwise_rows(key.weight.to(x), value.weight.to(x))
-            return best_offset(self.phases(x, kernel, Strided.of(key), fast=fast))
+            return self.choose(x.to(product_dtype(x)) if fast else x, kernel, Strided.of(key), fast=fast)
 
 
 class ConvEmbed(nn.Module):
@@ -84,13 +85,13 @@ class ConvEmbed(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.proj(x).permute(0, 2, 3, 1))  # B, H, W, D
+        return self.norm(convolve(self.proj, x).permute(0, 2, 3, 1))  # B, H, W, D
 
 
 class ConvProjection(nn.Module):
     """Convolutional projection: depthwise 3 x 3 convolution and BatchNorm on the grid, then a linear layer.
 
-    Shapes: x (B, C, H, W), class tokens (B, n, C) that skip the convolution -> (B, n + H/s W/s, C).
+    Shapes: x (B, H, W, C), class tokens (B, n, C) that skip the convolution -> (B, n + H/s W/s, C).
     """
 
     def __init__(self, *, dim: int, stride: int, bias: bool, padding_mode: PaddingMode) -> None:
@@ -100,7 +101,9 @@ class ConvProjection(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor, cls_token: Tensor) -> Tensor:
-        x = self.norm(self.conv(x)).flatten(2).transpose(1, 2)  # B, tokens, C
+        weight = self.conv.weight[:, 0].permute(1, 2, 0)  # 3, 3, C
+        x = depthwise(x, weight, self.conv.stride[0], self.conv.padding_mode == "circular")
+        x = self.norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)  # B, tokens, C
         return self.proj(torch.cat([cls_token, x], 1) if cls_token.shape[1] else x)
 
 
@@ -125,7 +128,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         b, n, c = x.shape
         cls_token, x = x.split([n - size[0] * size[1], size[0] * size[1]], 1)
-        x = x.transpose(1, 2).reshape(b, c, *size)
+        x = x.unflatten(1, size).contiguous()  # B, H, W, C; the compiler writes it so at once
         q, k, v = (
             project(x, cls_token).view(b, -1, self.num_heads, c // self.num_heads).transpose(1, 2)
             for project in (self.q, self.k, self.v)
@@ -265,7 +268,8 @@ class CvT(Classifier):
         return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        x, offset = self.enter(x, self.token_anchor, self.stages[0].embed.proj)  # type: ignore[union-attr, arg-type]
+        offset = self.enter(x, self.token_anchor, self.stages[0].embed.proj)  # type: ignore[union-attr, arg-type]
+        x = roll(x, offset, within=True) if self.adaptive else x
         stages: Stages = []
         stride, tokens = 1, x
         for i in range(last + 1):

@@ -19,7 +19,7 @@ Attention is global, so what is left is to measure relative positions around the
 """
 
 import math
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -29,21 +29,39 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset
+from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset, product_dtype
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
+from common.kernels import depthwise
 from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
-from common.shifts import circular_pad, roll
+from common.shifts import convolve, roll
 
 ANCHORS = ("token", "pool")
 
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, H, W, heads d) -> (B heads, d, H, W): heads beside samples, so that they share one pooling kernel."""
-    b, h, w, _ = x.shape
-    return x.view(b, h, w, heads, -1).permute(0, 3, 4, 1, 2).flatten(0, 1)
+def circular_max(x: Tensor, stride: int, dim: int) -> Tensor:
+    """Maximum over the s + 1 places around every s-th along ``dim``, on the torus: (..., side, ...) -> side / s.
+
+    Of the window that starts s // 2 places before s i, those places lie in the group of s before, the others in group
+    i: maxima of slices, which the compiler makes one pass without a padded copy.
+    """
+    before = stride // 2
+    places = x.unflatten(dim, (-1, stride)).unbind(dim + 1)
+    here, last = reduce(torch.maximum, places[: stride + 1 - before]), reduce(torch.maximum, places[stride - before :])
+    return torch.maximum(here, last.roll(1, dim))
+
+
+def in_eights(x: Tensor, dim: int) -> Tensor:
+    """Pad ``dim`` with zeros to a multiple of 8, the width that GPUs multiply matrices in."""
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, -x.shape[dim] % 8))
+
+
+def one_hot_places(rows: int, columns: int) -> Tensor:
+    """(rows columns, channels): 1 in the row and 1 in the column of each key, rows first, each kind in eights."""
+    row, column = torch.eye(rows).repeat_interleave(columns, 0), torch.eye(columns).repeat(rows, 1)
+    return torch.cat([in_eights(row, 1), in_eights(column, 1)], 1)
 
 
 def stage_moduli(depth: int, stride_q: int, stride_kv: int) -> list[int]:
@@ -65,7 +83,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, dim, kernel, stride, kernel // 2, padding_mode=padding_mode)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).permute(0, 2, 3, 1)  # B, H, W, D
+        return convolve(self.proj, x).permute(0, 2, 3, 1)  # B, H, W, D
 
 
 class PoolingAttention(nn.Module):
@@ -74,11 +92,15 @@ class PoolingAttention(nn.Module):
     softmax(Q K^T / sqrt(d) + E) V + Q, where the position of query i against key j counts as
     E[i, j] = Q_i . (R_h[rows of i and j] + R_w[columns of i and j]).
 
+    E is never written out. It is a product: of what query i makes of each row and each column of keys, by where key j
+    is, 1 in its row and 1 in its column. Both go beside queries and keys as further channels.
+
     Shapes: (B, H, W, C) -> (B, H/stride_q, W/stride_q, D).
     """
 
     rows: Tensor
     columns: Tensor
+    places: Tensor
 
     def __init__(self, *, dim: int, out_dim: int, size: tuple[int, int], num_heads: int, stride_q: int, stride_kv: int,
                  padding_mode: PaddingMode, circular: bool) -> None:  # fmt: skip
@@ -91,6 +113,7 @@ class PoolingAttention(nn.Module):
         self.rel_pos_w = nn.Parameter(torch.empty(2 * max(columns.shape) - 1, head_dim))
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("columns", columns, persistent=False)
+        self.register_buffer("places", one_hot_places(rows.shape[1], columns.shape[1]), persistent=False)
         self.qkv = nn.Linear(dim, 3 * out_dim)
         self.proj = nn.Linear(out_dim, out_dim)
         pool = partial(nn.Conv2d, head_dim, head_dim, 3, padding=1, groups=head_dim, bias=False,
@@ -104,21 +127,28 @@ class PoolingAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         pools = ((self.pool_q, self.norm_q), (self.pool_k, self.norm_k), (self.pool_v, self.norm_v))
-        heads = (split_heads(t, self.num_heads) for t in self.qkv(x).chunk(3, -1))
-        q, k, v = (
-            norm(pool(t).flatten(2).transpose(1, 2)).unflatten(0, (-1, self.num_heads))  # B, heads, tokens, d
-            for t, (pool, norm) in zip(heads, pools, strict=True)
-        )
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=self.position_bias(q)) + q
+        q, k, v = (self.pool(t, *pool) for t, pool in zip(self.qkv(x).chunk(3, -1), pools, strict=True))
+        positions = self.position_bias(q)
+        places = self.places.to(k).expand(*k.shape[:2], -1, -1)
+        x = F.scaled_dot_product_attention(torch.cat([q, positions], -1), torch.cat([k, places], -1),
+                                           F.pad(v, (0, places.shape[-1])), scale=q.shape[-1] ** -0.5)  # fmt: skip
+        x = x[..., : q.shape[-1]] + q
         x = x.transpose(1, 2).reshape(x.shape[0], len(self.rows), len(self.columns), -1)
         return self.proj(x)
 
+    def pool(self, x: Tensor, conv: nn.Conv2d, norm: nn.LayerNorm) -> Tensor:
+        """Pool every head by the same kernel, and normalise: (B, H, W, heads d) -> (B, heads, H/s W/s, d)."""
+        weight = conv.weight[:, 0].permute(1, 2, 0).repeat(1, 1, self.num_heads)  # 3, 3, heads d
+        x = depthwise(x, weight, conv.stride[0], conv.padding_mode == "circular").unflatten(3, (self.num_heads, -1))
+        return norm(x).to(x.dtype).flatten(1, 2).transpose(1, 2)
+
     def position_bias(self, q: Tensor) -> Tensor:
-        """E (B, heads, queries, keys) of queries (B, heads, queries, d)."""
-        q = q.unflatten(2, (len(self.rows), len(self.columns)))  # B, heads, H, W, d
-        along_h = torch.einsum("bnhwd,hkd->bnhwk", q, self.rel_pos_h[self.rows])
-        along_w = torch.einsum("bnhwd,wkd->bnhwk", q, self.rel_pos_w[self.columns])
-        return (along_h[..., :, None] + along_w[..., None, :]).flatten(4).flatten(2, 3)
+        """E as channels of queries (B, heads, queries, d): one for every row and every column of keys, in the order of
+        ``places``, times sqrt(d), which the attention divides by."""
+        q, scale = q.unflatten(2, (len(self.rows), len(self.columns))), q.shape[-1] ** 0.5  # B, heads, H, W, d
+        along_h = torch.einsum("bnhwd,hkd->bnhwk", q, in_eights(self.rel_pos_h[self.rows] * scale, 1))
+        along_w = torch.einsum("bnhwd,wkd->bnhwk", q, in_eights(self.rel_pos_w[self.columns] * scale, 1))
+        return torch.cat([along_h, along_w], -1).flatten(2, 3).to(q.dtype)
 
 
 class MViTv2Block(nn.Module):
@@ -153,10 +183,9 @@ class MViTv2Block(nn.Module):
         """Maximum over s + 1 tokens a side at stride s: (B, H, W, C) -> (B, H/s, W/s, C)."""
         if self.stride == 1:
             return x
-        x, pad = x.permute(0, 3, 1, 2), self.stride // 2
         if self.circular_padding:
-            x, pad = circular_pad(x, (pad, pad, pad, pad)), 0
-        return F.max_pool2d(x, self.stride + 1, self.stride, pad).permute(0, 2, 3, 1)
+            return circular_max(circular_max(x, self.stride, 1), self.stride, 2)
+        return F.max_pool2d(x.permute(0, 3, 1, 2), self.stride + 1, self.stride, self.stride // 2).permute(0, 2, 3, 1)
 
 
 class MViTv2Stage(nn.Module):
@@ -192,23 +221,27 @@ class PoolAnchor(Anchor):
     @torch.no_grad()
     def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False) -> Tensor:
         norm, attn = block.norm1, block.attn
-        pools = (attn.pool_q, attn.pool_k, attn.pool_v)
+        pools, dim = (attn.pool_q, attn.pool_k, attn.pool_v), attn.proj.in_features
         strides = sorted({Strided.of(pool).stride for pool in pools} - {(1, 1)})  # stride 1 has one phase: no choice
         with self.precision(x, fast):
             x = self.cast(x, fast)
             x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x), norm.bias.to(x), norm.eps).permute(0, 3, 1, 2)
-            weights, biases = attn.qkv.weight.to(x).chunk(3), attn.qkv.bias.to(x).chunk(3)
+            x = x.to(product_dtype(x)) if fast else x
             scores = []
             for stride in strides:
-                kernel, bias = [], []
-                for pool, weight, shift in zip(pools, weights, biases, strict=True):
-                    if pool.stride == stride:
-                        taps = pool.weight[:, 0].to(x).repeat(attn.num_heads, 1, 1)  # heads share one pooling kernel
-                        kernel.append(taps[:, None] * weight[..., None, None])  # D, C, 3, 3
-                        bias.append(taps.sum((1, 2)) * shift)
-                pooling = Strided.of(pools[1])._replace(stride=stride)
-                score = self.phases(x, self.rows(torch.cat(kernel)), pooling, self.rows(torch.cat(bias)), fast=fast)
-                scores.append(score.tile([block.modulus // s for s in stride]))
+                chosen = [i for i, pool in enumerate(pools) if pool.stride == stride]  # side by side: k strides as v
+                span = slice(chosen[0] * dim, (chosen[-1] + 1) * dim)
+                taps = torch.cat([pools[i].weight[:, 0].repeat(attn.num_heads, 1, 1) for i in chosen])
+                taps, weight, shift = (t.to(x) for t in (taps, attn.qkv.weight[span], attn.qkv.bias[span]))
+                bias, mixing = taps.sum((1, 2)) * shift, self.mixing(len(taps), x)
+                if mixing is None:
+                    kernel = taps[:, None] * weight[..., None, None]  # D, C, 3, 3
+                else:
+                    kernel, bias = torch.einsum("roij,oc->rcij", mixing[..., None, None] * taps, weight), mixing @ bias
+                how = kernel, Strided.of(pools[1])._replace(stride=stride), bias
+                if strides == [(block.modulus, block.modulus)]:
+                    return self.choose(x, *how, fast=fast)
+                scores.append(self.phases(x, *how, fast=fast).tile([block.modulus // s for s in stride]))
             return best_offset(torch.stack(scores).sum(0))
 
 
@@ -295,7 +328,8 @@ class MViTv2(Classifier):
                              f"model with img_size={size}")  # fmt: skip
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        x, offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
+        offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
+        x = roll(x, offset, within=True) if self.adaptive else x
         x = self.patch_embed(x)
         stride = self.patch_embed.proj.stride[0]
         stages: Stages = []

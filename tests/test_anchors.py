@@ -6,7 +6,6 @@ from conftest import ALL_PHASES, awkward_images
 from torch import Tensor, nn
 
 from common.anchors import ConvAnchor, MergeAnchor, Score, WindowAnchor, best_offset, phase_scores, token_energy
-from common.canonical import Canonical
 from common.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
 from common.shifts import roll
 from common.upsample import unpool
@@ -152,27 +151,6 @@ def test_phase_scores_and_energy() -> None:
     assert token_energy(torch.tensor([[3.0, 4.0]]).view(1, 2, 1, 1), "energy", 1).item() == 25
     with pytest.raises(ValueError, match="no whole phases"):
         phase_scores(energy, (3, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_canonical_anchor_takes_every_shifted_copy_to_one_array(dtype: torch.dtype) -> None:
-    canonical = Canonical()
-    images = {**awkward_images(56), "noise": torch.randn(1, 3, 56, 56)}
-    for name, x in images.items():
-        x = x.to(dtype)
-        reference, offset = canonical(x)
-        assert torch.equal(roll(x, offset), reference)
-        for shift in [(1, 0), (0, 1), (3, 2), (-17, 40), (28, 28), (55, 1)]:
-            moved = roll(x, torch.tensor([shift]))
-            assert torch.equal(canonical(moved)[0], reference), f"{name} at {shift}"
-
-
-def test_canonical_anchor_takes_any_size_and_refuses_one_that_is_too_large() -> None:
-    canonical = Canonical(max_side=64)
-    x = torch.randn(2, 1, 30, 52)
-    assert torch.equal(canonical(x.roll((7, -9), (2, 3)))[0], canonical(x)[0])
-    with pytest.raises(ValueError, match="canonical=False"):
-        canonical(torch.zeros(1, 1, 65, 64))
 
 
 class MergeClassifier(nn.Module):

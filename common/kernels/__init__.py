@@ -1,8 +1,42 @@
 """Triton kernels for CUDA: what the compiler does not fuse. Each has a plain torch form, which is its reference."""
 
 from .base import AVAILABLE, INTERPRETED, usable
-from .scores import fits_offset_kernel, fits_phase_kernel, phase_energies, window_offset
+from .canonical import canonical_offset, fits_canonical_kernel
+from .depthwise import depthwise, fits_depthwise_kernel, plain_depthwise
+from .patches import fits_patch_kernel, rolled_patches
+from .scores import (
+    best_phase,
+    best_window,
+    fits_image_kernel,
+    fits_token_kernel,
+    fits_window_scores,
+    image_energies,
+    token_energies,
+    token_moments,
+    window_energies,
+)
 from .windows import fits_window_kernel, window_attention
 
-__all__ = ["AVAILABLE", "INTERPRETED", "fits_offset_kernel", "fits_phase_kernel", "fits_window_kernel",
-           "phase_energies", "usable", "window_attention", "window_offset"]  # fmt: skip
+__all__ = [
+    "AVAILABLE",
+    "INTERPRETED",
+    "best_phase",
+    "best_window",
+    "canonical_offset",
+    "depthwise",
+    "fits_canonical_kernel",
+    "fits_depthwise_kernel",
+    "fits_image_kernel",
+    "fits_patch_kernel",
+    "fits_token_kernel",
+    "fits_window_kernel",
+    "fits_window_scores",
+    "image_energies",
+    "plain_depthwise",
+    "rolled_patches",
+    "token_energies",
+    "token_moments",
+    "usable",
+    "window_attention",
+    "window_energies",
+]

@@ -1,0 +1,216 @@
+"""Depthwise 3 x 3 convolutions of channels-last tokens, around the torus or padded with zeros, forward and backward:
+neighbours are read where they lie, so nothing is padded, permuted or copied."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import register_autograd, triton_op
+
+from ..shifts import circular_pad
+from .base import AVAILABLE, launch, usable
+
+if AVAILABLE:
+    import triton
+    import triton.language as tl
+
+__all__ = ["depthwise", "fits_depthwise_kernel", "plain_depthwise"]
+
+PROGRAMS = 2048  # of a backward pass: enough to fill a GPU, and each leaves one sum per weight
+
+
+def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool) -> Tensor:
+    """Depthwise convolution of tokens, padded by k // 2 with zeros or (``circular``) with the opposite side.
+
+    Like ``F.conv2d``, it computes in autocast's dtype where autocast is on.
+
+    Shapes: x (B, H, W, C), weight (k, k, C), k odd -> (B, ceil(H / stride), ceil(W / stride), C).
+    """
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if fits_depthwise_kernel(x, weight):
+        return depthwise_kernel(x, weight.float().contiguous(), stride, circular)
+    return plain_depthwise(x, weight, stride, circular)
+
+
+def plain_depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool) -> Tensor:
+    """``depthwise`` by ``F.conv2d``: the reference of the kernel, and what runs where it does not."""
+    x, pad = x.permute(0, 3, 1, 2), weight.shape[0] // 2
+    if circular:
+        x, pad = circular_pad(x, (pad, pad, pad, pad)), 0
+    kernel = weight.to(x.dtype).permute(2, 0, 1)[:, None]  # C, 1, k, k
+    return F.conv2d(x, kernel, stride=stride, padding=pad, groups=x.shape[1]).permute(0, 2, 3, 1)
+
+
+def fits_depthwise_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel takes these: 3 x 3, at most float32, channels beside one another. Other strides are free, so
+    that it reads a slice of the channels in place."""
+    single = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return usable(x) and single and x.numel() > 0 and x.stride(3) == 1 and weight.shape[:2] == (3, 3)
+
+
+if AVAILABLE:
+
+    @triton.jit
+    def _grid(t, rows, columns, BAND: tl.constexpr):
+        """Image, row and column of token t, counted along bands of rows: what a program takes shares its neighbours."""
+        band = t // (BAND * columns)
+        image = band // (rows // BAND)
+        return image.to(tl.int64), band % (rows // BAND) * BAND + t % BAND, t // BAND % columns
+
+    @triton.jit
+    def _source(p, i, side, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, BACK: tl.constexpr):
+        """Along one axis, the token that tap ``i`` of output p reads; ``BACK``: the output that reads token p by that
+        tap. And whether there is one."""
+        n = p + 1 - i if BACK else p * STRIDE + i - 1
+        if CIRCULAR:
+            n = tl.where(n < 0, n + side, n)
+            n = tl.where(n >= side, n - side, n)
+        there = (n >= 0) & (n < side)
+        if BACK:
+            there = there & (n % STRIDE == 0)
+            n = n // STRIDE
+        return n, there
+
+    @triton.jit
+    def _depthwise_forward(x, weight, out, height, width, rows, columns, count, stride_b, stride_h, stride_w,
+                           STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, CHANNELS: tl.constexpr, BAND: tl.constexpr,
+                           C: tl.constexpr, T: tl.constexpr):  # fmt: skip
+        BLOCKS: tl.constexpr = (CHANNELS + C - 1) // C
+        t = tl.program_id(0) // BLOCKS * T + tl.arange(0, T)
+        c = tl.program_id(0) % BLOCKS * C + tl.arange(0, C)
+        image, h, w = _grid(t, rows, columns, BAND)
+        channels = (c < CHANNELS)[None, :]
+        total = tl.zeros([T, C], tl.float32)
+        for i in range(3):  # not unrolled: a row of neighbours at a time is enough in flight
+            y, in_rows = _source(h, i, height, STRIDE, CIRCULAR, False)
+            for j in tl.static_range(3):
+                z, in_columns = _source(w, j, width, STRIDE, CIRCULAR, False)
+                place = image * stride_b + y * stride_h + z * stride_w
+                keep = (t < count) & in_rows & in_columns
+                value = tl.load(x + place[:, None] + c[None, :], keep[:, None] & channels, 0.0)
+                tap = tl.load(weight + (3 * i + j) * CHANNELS + c, c < CHANNELS, 0.0)
+                total += value.to(tl.float32) * tap[None, :]
+        place = ((image * rows + h) * columns + w) * CHANNELS
+        tl.store(out + place[:, None] + c[None, :], total.to(out.dtype.element_ty), (t < count)[:, None] & channels)
+
+    @triton.jit
+    def _tap(grad, image, y, in_rows, z, in_columns, c, rows, columns, CHANNELS: tl.constexpr):
+        """Gradients (T, C) of the outputs (y, z), zero where there is none."""
+        place = ((image * rows + y) * columns + z) * CHANNELS
+        keep = (in_rows & in_columns)[:, None] & (c < CHANNELS)[None, :]
+        return tl.load(grad + place[:, None] + c[None, :], keep, 0.0).to(tl.float32)
+
+    @triton.jit
+    def _depthwise_backward(x, weight, grad, grad_x, grad_weight, height, width, rows, columns, count, stride_b,
+                            stride_h, stride_w, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, CHANNELS: tl.constexpr,
+                            BAND: tl.constexpr, C: tl.constexpr, T: tl.constexpr):  # fmt: skip
+        """Both gradients from one read: token p and the outputs g_ij that read it by tap (i, j) give
+        dx[p] = sum_ij w_ij g_ij and dw_ij = sum_p x[p] g_ij."""
+        BLOCKS: tl.constexpr = (CHANNELS + C - 1) // C
+        part, parts = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
+        c = tl.program_id(0) % BLOCKS * C + tl.arange(0, C)
+        channels = c < CHANNELS
+        w00, w01, w02 = (tl.load(weight + c, channels, 0.0)[None, :],
+                         tl.load(weight + CHANNELS + c, channels, 0.0)[None, :],
+                         tl.load(weight + 2 * CHANNELS + c, channels, 0.0)[None, :])  # fmt: skip
+        w10, w11, w12 = (tl.load(weight + 3 * CHANNELS + c, channels, 0.0)[None, :],
+                         tl.load(weight + 4 * CHANNELS + c, channels, 0.0)[None, :],
+                         tl.load(weight + 5 * CHANNELS + c, channels, 0.0)[None, :])  # fmt: skip
+        w20, w21, w22 = (tl.load(weight + 6 * CHANNELS + c, channels, 0.0)[None, :],
+                         tl.load(weight + 7 * CHANNELS + c, channels, 0.0)[None, :],
+                         tl.load(weight + 8 * CHANNELS + c, channels, 0.0)[None, :])  # fmt: skip
+        zero = tl.zeros([T, C], tl.float32)
+        s00, s01, s02, s10, s11, s12, s20, s21, s22 = zero, zero, zero, zero, zero, zero, zero, zero, zero
+        for start in range(part * T, count, parts * T):  # many tokens, one sum: no atomics, the same bits always
+            t = start + tl.arange(0, T)
+            image, h, w = _grid(t, height, width, BAND)
+            keep = (t < count)[:, None] & channels[None, :]
+            place = image * stride_b + h * stride_h + w * stride_w
+            value = tl.load(x + place[:, None] + c[None, :], keep, 0.0).to(tl.float32)
+            y0, up = _source(h, 0, height, STRIDE, CIRCULAR, True)
+            y1, middle = _source(h, 1, height, STRIDE, CIRCULAR, True)
+            y2, down = _source(h, 2, height, STRIDE, CIRCULAR, True)
+            up, middle, down = up & (t < count), middle & (t < count), down & (t < count)
+            z0, left = _source(w, 0, width, STRIDE, CIRCULAR, True)
+            z1, centre = _source(w, 1, width, STRIDE, CIRCULAR, True)
+            z2, right = _source(w, 2, width, STRIDE, CIRCULAR, True)
+            g = _tap(grad, image, y0, up, z0, left, c, rows, columns, CHANNELS)
+            total, s00 = g * w00, s00 + g * value
+            g = _tap(grad, image, y0, up, z1, centre, c, rows, columns, CHANNELS)
+            total, s01 = total + g * w01, s01 + g * value
+            g = _tap(grad, image, y0, up, z2, right, c, rows, columns, CHANNELS)
+            total, s02 = total + g * w02, s02 + g * value
+            g = _tap(grad, image, y1, middle, z0, left, c, rows, columns, CHANNELS)
+            total, s10 = total + g * w10, s10 + g * value
+            g = _tap(grad, image, y1, middle, z1, centre, c, rows, columns, CHANNELS)
+            total, s11 = total + g * w11, s11 + g * value
+            g = _tap(grad, image, y1, middle, z2, right, c, rows, columns, CHANNELS)
+            total, s12 = total + g * w12, s12 + g * value
+            g = _tap(grad, image, y2, down, z0, left, c, rows, columns, CHANNELS)
+            total, s20 = total + g * w20, s20 + g * value
+            g = _tap(grad, image, y2, down, z1, centre, c, rows, columns, CHANNELS)
+            total, s21 = total + g * w21, s21 + g * value
+            g = _tap(grad, image, y2, down, z2, right, c, rows, columns, CHANNELS)
+            total, s22 = total + g * w22, s22 + g * value
+            place = ((image * height + h) * width + w) * CHANNELS
+            tl.store(grad_x + place[:, None] + c[None, :], total.to(grad_x.dtype.element_ty), keep)
+        target = grad_weight + part * (9 * CHANNELS) + c
+        tl.store(target, tl.sum(s00, 0), channels)
+        tl.store(target + CHANNELS, tl.sum(s01, 0), channels)
+        tl.store(target + 2 * CHANNELS, tl.sum(s02, 0), channels)
+        tl.store(target + 3 * CHANNELS, tl.sum(s10, 0), channels)
+        tl.store(target + 4 * CHANNELS, tl.sum(s11, 0), channels)
+        tl.store(target + 5 * CHANNELS, tl.sum(s12, 0), channels)
+        tl.store(target + 6 * CHANNELS, tl.sum(s20, 0), channels)
+        tl.store(target + 7 * CHANNELS, tl.sum(s21, 0), channels)
+        tl.store(target + 8 * CHANNELS, tl.sum(s22, 0), channels)
+
+
+@triton_op("shift_vits::depthwise", mutates_args={})
+def depthwise_kernel(x: Tensor, weight: Tensor, stride: int, circular: bool) -> Tensor:
+    """``depthwise`` in one pass; weight (3, 3, C) in float32, contiguous."""
+    b, h, w, channels = x.shape
+    rows, columns = -(-h // stride), -(-w // stride)
+    out = torch.empty((b, rows, columns, channels), dtype=x.dtype, device=x.device)
+    block, tile = _tile(x, vectors=2)
+    count = b * rows * columns
+    launch(_depthwise_forward, (-(-count // tile) * -(-channels // block),), x, weight, out, h, w, rows, columns, count,
+           x.stride(0), x.stride(1), x.stride(2), STRIDE=stride, CIRCULAR=circular, CHANNELS=channels,
+           BAND=math.gcd(rows, 4), C=block, T=tile, num_warps=4)  # fmt: skip
+    return out
+
+
+@triton_op("shift_vits::depthwise_backward", mutates_args={})
+def depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, stride: int, circular: bool) -> tuple[Tensor, Tensor]:
+    b, h, w, channels = x.shape
+    block, tile = _tile(x, vectors=1)
+    blocks, count = -(-channels // block), b * h * w
+    parts = min(-(-count // tile), max(1, PROGRAMS // blocks))
+    grad_x = torch.empty((b, h, w, channels), dtype=x.dtype, device=x.device)
+    grad_weight = torch.empty((parts, 3, 3, channels), dtype=torch.float32, device=x.device)
+    launch(_depthwise_backward, (parts * blocks,), x, weight, grad, grad_x, grad_weight, h, w, grad.shape[1],
+           grad.shape[2], count, x.stride(0), x.stride(1), x.stride(2), STRIDE=stride, CIRCULAR=circular,
+           CHANNELS=channels, BAND=math.gcd(h, 4), C=block, T=tile, num_warps=4, num_stages=1)  # fmt: skip
+    return grad_x, grad_weight.sum(0)
+
+
+def _tile(x: Tensor, vectors: int) -> tuple[int, int]:
+    """Channels and tokens of a program of 128 threads, each with so many vectors of 16 bytes. Channels are those of a
+    cache line, or half of it where that divides them better."""
+    block = 64 if x.shape[3] % 64 == 0 else 32
+    return block, vectors * 128 * 16 // x.element_size() // block
+
+
+def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, *ctx.settings = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple:
+    return *depthwise_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.settings), None, None
+
+
+register_autograd("shift_vits::depthwise", _backward, setup_context=_remember)

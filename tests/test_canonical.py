@@ -1,0 +1,165 @@
+"""The canonical anchor: every shifted copy of an image becomes one array, on every device by the same integers. Its
+kernels run in Triton's interpreter where there is no GPU, in a process of its own (see test_kernels.py)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import awkward_images
+from torch import Tensor
+
+from common import kernels
+from common.canonical import Canonical, read, residue
+from common.shifts import roll
+
+ROOT = Path(__file__).resolve().parents[1]
+plain = pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a child")
+SIZES = [(7, 7), (12, 12), (16, 16), (9, 20)]
+
+
+def hard_images(height: int, width: int) -> dict[str, Tensor]:
+    """Images (1, 3, H, W) with few colours, equal rows, or equal objects that are not arranged symmetrically."""
+    generator = torch.Generator().manual_seed(height + width)
+    noise = torch.rand(1, 3, height, width, generator=generator)
+    mask = (noise[:, :1] < 0.5).float()
+    i, j = torch.arange(height)[:, None], torch.arange(width)
+    steps = torch.randint(2, (height,), generator=generator) * 2 - 1
+
+    def grey(rows: Tensor) -> Tensor:
+        return rows.float().expand(1, 3, height, width)
+
+    def pixels(*places: tuple[int, int]) -> Tensor:
+        image = torch.zeros(1, 3, height, width)
+        for h, w in places:
+            image[..., h, w] = 1
+        return image
+
+    def sheared(row: Tensor, steps: Tensor) -> Tensor:
+        return grey(torch.stack([row.roll(int(step)) for step in steps]))
+
+    return {
+        "one pixel": pixels((2, 3)),
+        "two pixels": pixels((0, 0), (3, 5)),
+        "two pixels half a height apart": pixels((0, 0), (height // 2, 2)),  # all rows repeat, the image does not
+        "two pixels half a width apart": pixels((0, 0), (2, width // 2)),
+        "four pixels": pixels((0, 0), (height // 4, 1), (height // 2, 0), (3 * height // 4, 5)),
+        "permutation": grey(j == torch.randperm(max(height, width), generator=generator)[:height, None]),
+        "one row, sheared at random": sheared(noise[0, 0, 0], steps * 3),
+        "one row, sheared evenly": sheared(noise[0, 0, 0], i[:, 0] * 2),
+        "zigzag": sheared(j < width // 2, steps.cumsum(0)),
+        "diagonal stripes": grey((i + j) % 4 < 2),
+        "ramp": grey(j / width),
+        "low contrast": 0.5 + 0.002 * noise,
+        "0 or 1": grey(mask[0, 0]),
+        "-1 or 1": grey(2 * mask[0, 0] - 1),
+        "0 or 255": grey(255 * mask[0, 0]),
+        "whole numbers": (noise * 256).floor(),
+        "yellow or blue": torch.cat([mask, mask, 1 - mask], 1),
+        "point reflection": noise + noise.flip(2, 3),
+    }  # fmt: skip
+
+
+@plain
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_shifted_copy_becomes_one_array(size: tuple[int, int]) -> None:
+    """At every shift there is. Lost otherwise: bit-identical outputs, for images like these."""
+    canonical = Canonical()
+    shifts = torch.cartesian_prod(torch.arange(size[0]), torch.arange(size[1]))
+    for name, x in hard_images(*size).items():
+        placed = canonical(roll(x.expand(len(shifts), -1, -1, -1), shifts))[0]
+        assert torch.equal(placed, placed[:1].expand_as(placed)), name
+        assert len(set(read(x).flatten().tolist())) > 1, f"{name} is read as one colour"
+
+
+@plain
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_any_precision_and_awkward_images(dtype: torch.dtype) -> None:
+    canonical = Canonical()
+    images = {**awkward_images(56), "noise": torch.randn(1, 3, 56, 56)}
+    for name, x in images.items():
+        x = x.to(dtype)
+        reference, offset = canonical(x)
+        assert torch.equal(roll(x, offset), reference)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(canonical.offset(x), offset)
+        for shift in [(1, 0), (0, 1), (3, 2), (-17, 40), (28, 28), (55, 1)]:
+            moved = roll(x, torch.tensor([shift]))
+            assert torch.equal(canonical(moved)[0], reference), f"{name} at {shift}"
+
+
+@plain
+def test_any_size_but_one_that_is_too_large() -> None:
+    canonical = Canonical(max_side=64)
+    x = torch.randn(2, 1, 30, 52)
+    assert torch.equal(canonical(x.roll((7, -9), (2, 3)))[0], canonical(x)[0])
+    with pytest.raises(ValueError, match="canonical=False"):
+        canonical(torch.zeros(1, 1, 65, 64))
+    with pytest.raises(ValueError, match="max_side=4096"):
+        Canonical(max_side=4096)
+
+
+@plain
+def test_what_is_not_finite_counts_as_zero() -> None:
+    """Lost otherwise: an index out of range on a device, which ends the process."""
+    x = torch.randn(1, 3, 8, 8)
+    broken = x.clone()
+    broken[0, :, 2, 3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    x[0, :, 2, 3] = 0
+    assert torch.equal(read(broken), read(x))
+    assert Canonical().offset(torch.full((1, 3, 8, 8), float("nan"))).tolist() == [[0, 0]]
+
+
+@plain
+def test_remainders_are_exact_as_far_as_they_say() -> None:
+    """Both kinds of float, up to the largest sums: else another device would choose another place."""
+    near, far = (torch.arange(-(2**18), 2**18 + 1), torch.arange(2**23 - 50_000, 2**23))
+    for t in (near, far, -far):
+        assert torch.equal(residue(t.double()).long(), t % 2039 - 1019)
+        assert torch.equal(residue(t.float(), passes=2).long(), t % 2039 - 1019)
+    assert torch.equal(residue(near.float()).long(), near % 2039 - 1019)
+    assert all(kernels.canonical.peak(n) * n * 1019 < 2**23 for n in range(1, 2049))
+
+
+@plain
+def test_kernels_in_the_interpreter() -> None:
+    """What a GPU chooses is what the readable code says."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], cwd=ROOT,
+                          env=environment, text=True, capture_output=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+def both(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets with kernels, and without."""
+    canonical = Canonical()
+    assert kernels.fits_canonical_kernel(x)
+    fast = canonical.offset(x)
+    monkeypatch.setattr(kernels.base, "ENABLED", False)
+    return fast, canonical.offset(x)
+
+
+@interpreted
+@pytest.mark.parametrize("size", [(7, 7), (9, 20), (140, 17), (20, 272)], ids=str)
+def test_offsets_of_hard_images(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
+    fast, plain = both(monkeypatch, torch.cat(list(hard_images(*size).values())))
+    assert torch.equal(fast, plain)
+    assert len(fast.unique(dim=0)) > 9
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_offsets_of_any_layout(monkeypatch: pytest.MonkeyPatch, channels: int, dtype: torch.dtype) -> None:
+    x = (50 * torch.randn(3, channels, 24, 20)).to(dtype)[:, :, ::2]
+    x[0, 0, 1, 1] = float("nan")
+    x[1, 0, 2, 2] = float("inf")
+    fast, plain = both(monkeypatch, x)
+    assert torch.equal(fast, plain)
+    monkeypatch.setattr(kernels.base, "ENABLED", True)
+    assert torch.equal(both(monkeypatch, x.contiguous(memory_format=torch.channels_last))[0], fast)

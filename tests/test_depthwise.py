@@ -1,0 +1,151 @@
+"""Depthwise convolutions and what goes with them: the kernel against its torch form (in Triton's interpreter, which has
+to be chosen before Triton is imported, so this file runs itself once more), circular padding, circular maxima, and the
+attention of pooled tokens.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common import kernels
+from common.kernels import depthwise, fits_depthwise_kernel, plain_depthwise
+from common.registry import create_model
+from common.shifts import _CircularPad, convolve
+from mvitv2.model import PoolingAttention, circular_max
+
+ROOT = Path(__file__).resolve().parents[1]
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_kernel_in_the_interpreter, in a child")
+
+
+@pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
+def test_kernel_in_the_interpreter() -> None:
+    """What a GPU computes is what the readable code says."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], cwd=ROOT,
+                          env=environment, text=True, capture_output=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("circular", [True, False], ids=["circular", "zeros"])
+@pytest.mark.parametrize(("size", "channels", "stride", "sliced"), [
+    ((8, 12), 64, 1, False),
+    ((14, 6), 32, 2, True),  # two rows to a band; a slice of wider tokens, read in place
+    ((8, 8), 96, 4, True),
+    ((7, 5), 33, 2, False),  # nothing divides
+    ((1, 2), 40, 1, False),  # both neighbours are one token
+    ((5, 6), 16, 3, False),
+])  # fmt: skip
+def test_depthwise_kernel(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], channels: int, stride: int,
+                          sliced: bool, circular: bool) -> None:  # fmt: skip
+    monkeypatch.setattr(sys.modules["common.kernels.depthwise"], "PROGRAMS", 4)  # several tiles for each of them
+    x = torch.randn(3, *size, 3 * channels if sliced else channels, requires_grad=True)
+    weight = torch.randn(3, 3, channels, requires_grad=True)
+    tokens = x[..., channels : 2 * channels] if sliced else x
+    assert fits_depthwise_kernel(tokens, weight)
+    upstream = torch.randn(3, -(-size[0] // stride), -(-size[1] // stride), channels)
+
+    def run(f) -> list[Tensor]:
+        out = f(tokens, weight, stride, circular)
+        return [out, *torch.autograd.grad(out, [x, weight], upstream)]
+
+    assert depthwise(tokens, weight, stride, circular).is_contiguous()
+    for fast, plain in zip(run(depthwise), run(plain_depthwise), strict=True):
+        assert torch.allclose(fast, plain, atol=1e-4, rtol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(("name", "calls"), [("cvt_micro", 12), ("mvitv2_micro", 15)])
+def test_models_use_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str, calls: int, adaptive: bool) -> None:
+    """Every query, key and value of a model goes through the kernel, and its logits stay what they were."""
+    module, launched = sys.modules["common.kernels.depthwise"], []
+    launch = module.launch
+    monkeypatch.setattr(module, "launch", lambda kernel, *a, **k: (launched.append(kernel), launch(kernel, *a, **k)))
+    model, x = create_model(name, adaptive=adaptive, anchors=()).eval(), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        fast = model(x)
+        assert len(launched) == calls
+        monkeypatch.setattr(kernels.base, "ENABLED", False)
+        assert torch.allclose(fast, model(x), atol=1e-5, rtol=1e-4)
+    assert len(launched) == calls
+
+
+def test_plain_depthwise_is_the_convolution() -> None:
+    """Weights trained in nn.Conv2d mean the same here; float64 is taken, too, and stays."""
+    for mode in ("zeros", "circular"):
+        conv = nn.Conv2d(6, 6, 5, stride=2, padding=2, groups=6, bias=False, padding_mode=mode).double()  # type: ignore[arg-type]
+        x, weight = torch.randn(2, 8, 9, 6, dtype=torch.float64), conv.weight[:, 0].permute(1, 2, 0)
+        assert not fits_depthwise_kernel(x, weight)
+        expected = conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        assert torch.allclose(depthwise(x, weight, 2, mode == "circular"), expected)
+
+
+def test_depthwise_under_autocast() -> None:
+    """As F.conv2d: half precision inside, gradients of the weight in its own."""
+    x, weight = torch.randn(2, 6, 6, 8), torch.randn(3, 3, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = depthwise(x, weight, 1, True)
+        assert depthwise(x.double(), weight.double(), 1, True).dtype == torch.float64
+    assert out.dtype == torch.bfloat16
+    (grad,) = torch.autograd.grad(out.float().sum(), weight)
+    assert grad.dtype == torch.float32
+    assert torch.allclose(out.float(), depthwise(x, weight, 1, True), atol=0.1)
+
+
+@pytest.mark.parametrize("pad", [(1, 1, 1, 1), (2, 0, 0, 3), (4, 4, 3, 2), (0, 1, 0, 0)])
+def test_circular_padding_by_index(pad: tuple[int, int, int, int]) -> None:
+    """What a GPU does in one read is F.pad, with its gradient and the gradient of that."""
+    x = torch.randn(2, 3, 3, 4, dtype=torch.float64, requires_grad=True)
+    padded, expected = _CircularPad.apply(x, pad), F.pad(x, pad, mode="circular")
+    assert torch.equal(padded, expected)
+    upstream = torch.randn_like(expected)
+    (grad,), (wanted,) = (torch.autograd.grad(y, x, upstream) for y in (padded, expected))
+    assert torch.allclose(grad, wanted, atol=1e-14)
+    assert torch.autograd.gradgradcheck(lambda t: _CircularPad.apply(t, pad).pow(3), x)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
+def test_convolve_is_the_convolution(mode: str) -> None:
+    conv = nn.Conv2d(3, 4, (3, 5), stride=2, padding=(1, 2), padding_mode=mode)  # type: ignore[arg-type]
+    x = torch.randn(2, 3, 8, 10)
+    assert torch.equal(convolve(conv, x), conv(x))
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4])
+def test_circular_maximum(stride: int) -> None:
+    """Max pooling of the skip on the torus, ties included: values as of a padded copy, whole gradients."""
+    pad = stride // 2
+    x = torch.randint(0, 5, (2, 12, 24, 3)).double().requires_grad_()
+    pooled = circular_max(circular_max(x, stride, 1), stride, 2)
+    padded = F.pad(x.permute(0, 3, 1, 2), (pad, pad, pad, pad), mode="circular")
+    assert torch.equal(pooled, F.max_pool2d(padded, stride + 1, stride).permute(0, 2, 3, 1))
+    (grad,) = torch.autograd.grad(pooled.sum(), x)
+    assert torch.allclose(grad.sum(), torch.tensor(float(pooled.numel()), dtype=torch.float64))
+    distinct = torch.randperm(12 * 12).double().view(1, 12, 12, 1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: circular_max(circular_max(t, stride, 1), stride, 2), distinct)
+
+
+def test_positions_as_channels() -> None:
+    """Attention with positions beside queries and keys is softmax(Q K^T / sqrt(d) + E) V + Q, E written out."""
+    attn = PoolingAttention(dim=12, out_dim=12, size=(8, 12), num_heads=2, stride_q=1, stride_kv=2,
+                            padding_mode="circular", circular=True).double()  # fmt: skip
+    for table in (attn.rel_pos_h, attn.rel_pos_w):
+        nn.init.normal_(table)
+    x = torch.randn(2, 8, 12, 12, dtype=torch.float64)
+    pools = ((attn.pool_q, attn.norm_q), (attn.pool_k, attn.norm_k), (attn.pool_v, attn.norm_v))
+    q, k, v = (attn.pool(t, *pool) for t, pool in zip(attn.qkv(x).chunk(3, -1), pools, strict=True))
+    grid = q.unflatten(2, (8, 12))
+    along_h = torch.einsum("bnhwd,hkd->bnhwk", grid, attn.rel_pos_h[attn.rows])
+    along_w = torch.einsum("bnhwd,wkd->bnhwk", grid, attn.rel_pos_w[attn.columns])
+    bias = (along_h[..., :, None] + along_w[..., None, :]).flatten(4).flatten(2, 3)  # B, heads, queries, keys
+    out = (q @ k.transpose(-2, -1) / 6**0.5 + bias).softmax(-1) @ v + q
+    assert torch.allclose(attn(x), attn.proj(out.transpose(1, 2).reshape(2, 8, 12, 12)), atol=1e-12)
