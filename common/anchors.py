@@ -178,16 +178,17 @@ class Anchor(nn.Module):
         return phase_scores(token_energy(t, self.score, 1), conv.stride)
 
     def _parts(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, fold: Fold | None) -> Tensor:
-        """Energy and direction per phase, in one kernel: partial sums (B, parts, 2, s, s)."""
+        """Energy and direction per phase, by one product and one kernel: partial sums (B, parts, 2, s, s)."""
         constant = bias if fold is None else fold.constant
         constant = torch.zeros(len(weight), device=x.device) if constant is None else constant.float().contiguous()
-        weight = weight.permute(2, 3, 1, 0).to(product_dtype(x)).contiguous()
+        taps = weight.permute(2, 3, 0, 1).reshape(-1, weight.shape[1])  # (row, column, output), channel
+        y = F.linear(x.permute(0, 2, 3, 1), taps)  # every token by every tap, B, H, W, k k r
         colsum, sums, squares, eps = None, None, None, 0.0
         if fold is not None:
             sums, squares, _ = self.moments(x.permute(0, 2, 3, 1))
             colsum, eps = fold.sums.float(), fold.eps
-        return kernels.token_energies(x, weight, constant, self.wave, colsum, sums, squares, conv.padding[0],
-                                      conv.stride[0], eps)  # fmt: skip
+        return kernels.token_energies(y, constant, self.wave, colsum, sums, squares, x.shape[1], conv.kernel[0],
+                                      conv.padding[0], conv.stride[0], eps)  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"score={self.score!r}, sketch={self.sketch}"
@@ -200,19 +201,13 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def _all_phases(weight: Tensor, stride: int) -> Tensor:
-    """A kernel (r, C, k, k) at each phase of its stride s, side by side on a canvas of whole cells.
-
-    Returns (C, lines, columns, s s r), columns 8 or 16 and lines a multiple of 32 / columns, zeros where no tap is.
-    """
+    """A kernel (r, C, k, k) at each phase of its stride s, in windows of k + s - 1: (s s r, C (k + s - 1)^2)."""
     k = weight.shape[-1]
-    span = k + stride - 1
-    columns = 8 if span <= 8 else 16
-    lines = -(-span * columns // 32) * 32 // columns
-    phase = torch.arange(stride, device=weight.device)
-    i, j = (torch.arange(n, device=weight.device)[:, None] - phase for n in (lines, columns))  # place, phase
-    inside = ((i >= 0) & (i < k))[:, None, :, None] & ((j >= 0) & (j < k))[None, :, None, :]
-    i, j = i.clamp(0, k - 1)[:, None, :, None], j.clamp(0, k - 1)[None, :, None, :]
-    return (weight[:, :, i, j] * inside).permute(1, 2, 3, 4, 5, 0).flatten(3)
+    tap = torch.arange(k + stride - 1, device=weight.device) - torch.arange(stride, device=weight.device)[:, None]
+    inside, tap = (tap >= 0) & (tap < k), tap.clamp(0, k - 1)  # phase, place in the window
+    moved = weight[:, :, tap[:, None, :, None], tap[None, :, None, :]]  # r, C, s, s, window, window
+    moved = moved * (inside[:, None, :, None] & inside[None, :, None, :])
+    return moved.permute(2, 3, 0, 1, 4, 5).flatten(3).flatten(0, 2)
 
 
 class ConvAnchor(Anchor):
@@ -238,17 +233,25 @@ class ConvAnchor(Anchor):
                 if weight.shape[1] < 16 and len(weight) < conv.out_channels and conv.out_channels >= 64:
                     few = max(1, len(weight) // 4)  # a quarter will do for an image, whose sixteen phases are all taken
                     weight, bias = weight[:few], None if bias is None else bias[:few]
-            if fast and kernels.fits_image_kernel(x, weight, strided.stride):
-                at = torch.zeros(len(x), 2, dtype=torch.long, device=x.device) if at is None else at
+            if fast and _fits_image(x, weight, strided):
                 return self._of_image(x, weight, strided, bias, at)
             return self.choose(x if at is None else roll(x, at, within=True), weight, strided, bias, fast=fast)
 
-    def _of_image(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, at: Tensor) -> Tensor:
-        (r, stride), (height, width) = (len(weight), conv.stride[0]), x.shape[2:]
-        constant = torch.zeros(r, device=x.device) if bias is None else bias.float()
-        canvas = _all_phases(weight, stride).to(product_dtype(x)).contiguous()
-        parts = kernels.image_energies(x, at, canvas, constant.repeat(stride**2), conv.padding[0], stride)
-        return kernels.best_phase(parts, self.wave, stride, height * width, self.score == "signed")
+    def _of_image(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, at: Tensor | None) -> Tensor:
+        """All phases at once, as one product of windows that hold them all, read where the image lies."""
+        (stride, _), (k, _) = conv.stride, conv.kernel
+        windows = kernels.image_windows(x, at, k + stride - 1, stride, conv.padding[0], True, product_dtype(x))
+        canvas = _all_phases(weight, stride)
+        canvas = F.pad(canvas, (0, windows.shape[-1] - canvas.shape[1]))
+        y = F.linear(windows, canvas, None if bias is None else bias.repeat(stride**2))
+        signed = self.score == "signed"
+        return kernels.best_phase(kernels.image_moments(y), self.wave, stride, math.prod(x.shape[2:]), signed)
+
+
+def _fits_image(x: Tensor, weight: Tensor, conv: Strided) -> bool:
+    (stride, other), (k, _), outputs = conv.stride, conv.kernel, len(weight) * math.prod(conv.stride)
+    fits = x.shape[1] == weight.shape[1] < 16 and stride == other in (2, 4) and outputs in (16, 32, 64, 128, 256)
+    return fits and kernels.fits_image_windows(x, k + stride - 1, stride)
 
 
 def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """Models as files that run without this code: ``torch.export`` (.pt2) and ONNX (.onnx), with any batch size.
 
-An adaptive model stays exact in the graph: the canonical anchor reads integers in float64, whatever the runtime, so all
+An adaptive model stays exact in the graph: the canonical anchor is integer arithmetic, whatever the runtime, so all
 shifted copies of an image are one array there, too. ``check_exported`` counts that. Tracing happens on the CPU, where
 models use plain torch operations and none of the kernels of ``common.kernels``.
 

@@ -8,8 +8,9 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from . import kernels
-from .anchors import ConvAnchor, MergeAnchor, WindowAnchor, product_dtype
+from .anchors import ConvAnchor, MergeAnchor, WindowAnchor
 from .classifier import Classifier, Stages, to_pair
+from .embedding import embed
 from .shifts import roll
 from .windows import shifted_window_mask, window_shift
 
@@ -28,14 +29,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
         """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0)."""
-        b, c, h, w = x.shape
-        p = self.proj.stride[0]  # as one matrix product: a convolution with three input channels is slow
-        if offset is not None and kernels.fits_patch_kernel(x, p):
-            x = kernels.rolled_patches(x, offset, p, product_dtype(x))
-        else:
-            x = x if offset is None else roll(x, offset, within=True)
-            x = x.view(b, c, h // p, p, w // p, p).permute(0, 2, 4, 1, 3, 5).reshape(b, h // p, w // p, -1)
-        x = F.linear(x, self.proj.weight.flatten(1), self.proj.bias)
+        x = embed(self.proj, x, offset)
         return self.norm(x).to(x.dtype)  # autocast leaves float32: twice what the stage has to read and write
 
 

@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from common.anchors import Anchor, ConvAnchor, Score, Strided, product_dtype
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
+from common.embedding import embed
 from common.kernels import depthwise
 from common.registry import defaults, register_model
-from common.shifts import convolve, roll
+from common.shifts import roll
 
 ANCHORS = ("token", "projection")
 
@@ -84,8 +85,9 @@ class ConvEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=stride, padding=padding, padding_mode=padding_mode)
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(convolve(self.proj, x).permute(0, 2, 3, 1))  # B, H, W, D
+    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
+        """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0)."""
+        return self.norm(embed(self.proj, x, offset))
 
 
 class ConvProjection(nn.Module):
@@ -269,7 +271,7 @@ class CvT(Classifier):
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         offset = self.enter(x, self.token_anchor, self.stages[0].embed.proj)  # type: ignore[union-attr, arg-type]
-        x = roll(x, offset, within=True) if self.adaptive else x
+        begin = offset if self.adaptive else None
         stages: Stages = []
         stride, tokens = 1, x
         for i in range(last + 1):
@@ -277,7 +279,7 @@ class CvT(Classifier):
             if i > 0 and self.token_anchor is not None:
                 x, o = self.token_anchor(x, stage.embed.proj, fast=self.canonical)
                 offset = offset + stride * o
-            x = stage.embed(x)  # B, H, W, C
+            x = stage.embed(x, None if i else begin)  # B, H, W, C
             stride = self.feature_info[i]["reduction"]
             if self.projection_anchor is not None:
                 x, o = stage.anchor(self.projection_anchor, x, self.canonical)

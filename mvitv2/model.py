@@ -31,10 +31,11 @@ from torch import Tensor, nn
 
 from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset, product_dtype
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
+from common.embedding import embed
 from common.kernels import depthwise
 from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
-from common.shifts import convolve, roll
+from common.shifts import roll
 
 ANCHORS = ("token", "pool")
 
@@ -82,8 +83,9 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.proj = nn.Conv2d(in_chans, dim, kernel, stride, kernel // 2, padding_mode=padding_mode)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return convolve(self.proj, x).permute(0, 2, 3, 1)  # B, H, W, D
+    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
+        """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0)."""
+        return embed(self.proj, x, offset)
 
 
 class PoolingAttention(nn.Module):
@@ -329,8 +331,7 @@ class MViTv2(Classifier):
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
-        x = roll(x, offset, within=True) if self.adaptive else x
-        x = self.patch_embed(x)
+        x = self.patch_embed(x, offset if self.adaptive else None)
         stride = self.patch_embed.proj.stride[0]
         stages: Stages = []
         stage: Any

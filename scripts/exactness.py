@@ -8,6 +8,7 @@ segmenters, given as directories, logits are rolled back and all pixels must agr
 
 import argparse
 import contextlib
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,8 +47,7 @@ def main() -> None:
     rows = []
     for name in args.models:
         model = load(name).to(args.device)
-        source = load_scenes if isinstance(model, UperNet) else load_data
-        split: Any = source(args.data)[1].head(args.images).to(torch.device(args.device))  # type: ignore[operator]
+        split: Any = read(isinstance(model, UperNet), args.data).head(args.images).to(torch.device(args.device))
         if name in list_models():
             preprocess: Any = Preprocess(size=model.img_size, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))  # type: ignore
         else:
@@ -57,9 +57,15 @@ def main() -> None:
             same_bits, same_label = count(model, split.images, preprocess, precision, args.batch_size)
             rows.append({"model": name, "precision": precision, "device": device_name(args.device),
                          "images": len(split), "bit-identical": same_bits, "same label": same_label})  # fmt: skip
+            if args.json:
+                write_json(args.json, rows)  # after each count: nothing is lost if a later one fails
     print(format_table(rows))
-    if args.json:
-        write_json(args.json, rows)
+
+
+@cache
+def read(scenes: bool, data: str) -> Any:
+    """The evaluation split, decoded once for all models."""
+    return (load_scenes if scenes else load_data)(data)[1]
 
 
 def load(name: str) -> HubModel:

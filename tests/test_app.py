@@ -216,7 +216,7 @@ def browsing(address: str, directory: Path) -> Iterator[tuple[Any, list[str]]]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options + root)
         page = browser.new_page(viewport={"width": 1360, "height": 900})
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(60_000)  # a busy machine takes its time
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: wrong.append(request.url) if not is_local(request.url, address) else None)
         try:

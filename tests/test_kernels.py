@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from common import kernels
 from common.anchors import ConvAnchor, MergeAnchor, Strided, WindowAnchor, best_offset
+from common.embedding import embed
 from common.windows import attend_in_windows, shifted_window_mask
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,15 +83,36 @@ def test_phases_of_convolutions(monkeypatch: pytest.MonkeyPatch, score: Any, ker
 
 @interpreted
 @pytest.mark.parametrize("score", ["signed", "energy"])
+@pytest.mark.parametrize("channels", [32, 64])
 @pytest.mark.parametrize(("kernel", "padding"), [(4, 0), (7, 2), (7, 3)])
-def test_phase_of_an_image(monkeypatch: pytest.MonkeyPatch, score: Any, kernel: int, padding: int) -> None:
+def test_phase_of_an_image(monkeypatch: pytest.MonkeyPatch, score: Any, kernel: int, padding: int,
+                           channels: int) -> None:  # fmt: skip
     """The image is scored where it lies, as if it were rolled."""
     anchor = ConvAnchor(score=score, sketch=16)
-    conv = nn.Conv2d(3, 32, kernel, 4, padding)
+    conv = nn.Conv2d(3, channels, kernel, 4, padding)
     x, at = torch.randn(6, 3, 20, 24), torch.randint(0, 20, (6, 2))
     fast, plain = both(monkeypatch, lambda: anchor.offset(x, conv, fast=True, at=at))
     assert torch.equal(fast, plain)
     assert len({tuple(offset) for offset in plain.tolist()}) > 1
+
+
+@interpreted
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
+@pytest.mark.parametrize(("kernel", "padding"), [(4, 0), (7, 2), (7, 3)])
+def test_embedding_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, padding: int, padding_mode: str,
+                               placed: bool) -> None:  # fmt: skip
+    """Tokens made of windows are those of the convolution, weights' gradients included."""
+    conv = nn.Conv2d(3, 16, kernel, 4, padding, padding_mode=padding_mode)
+    x, offset = torch.randn(3, 3, 16, 24), torch.randint(0, 16, (3, 2)) if placed else None
+    weights = [conv.weight, conv.bias]
+
+    def run() -> list[Tensor]:
+        tokens = embed(conv, x, offset)
+        return [tokens, *torch.autograd.grad(tokens.square().sum(), weights)]
+
+    for fast, plain in zip(*both(monkeypatch, run), strict=True):
+        assert torch.allclose(fast, plain, atol=1e-5, rtol=1e-4)
 
 
 @interpreted

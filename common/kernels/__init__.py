@@ -3,14 +3,13 @@
 from .base import AVAILABLE, INTERPRETED, usable
 from .canonical import canonical_offset, fits_canonical_kernel
 from .depthwise import depthwise, fits_depthwise_kernel, plain_depthwise
-from .patches import fits_patch_kernel, rolled_patches
+from .patches import fits_image_windows, image_windows
 from .scores import (
     best_phase,
     best_window,
-    fits_image_kernel,
     fits_token_kernel,
     fits_window_scores,
-    image_energies,
+    image_moments,
     token_energies,
     token_moments,
     window_energies,
@@ -26,14 +25,13 @@ __all__ = [
     "depthwise",
     "fits_canonical_kernel",
     "fits_depthwise_kernel",
-    "fits_image_kernel",
-    "fits_patch_kernel",
+    "fits_image_windows",
     "fits_token_kernel",
     "fits_window_kernel",
     "fits_window_scores",
-    "image_energies",
+    "image_moments",
+    "image_windows",
     "plain_depthwise",
-    "rolled_patches",
     "token_energies",
     "token_moments",
     "usable",

@@ -1,8 +1,8 @@
 """What anchors choose by: energies of a strided convolution at every position, or of windows, summed per phase without
 writing any of them out.
 
-- ``token_energies``: a small convolution of tokens. Every row of tokens is read once per column of the kernel.
-- ``image_energies``: a convolution of an image that is rolled by an offset of its own, read where it lies.
+- ``token_energies``: of a small convolution of tokens, from the product of each token with all taps.
+- ``image_moments``: of the outputs of a convolution at all phases of an image's cells.
 - ``best_phase``: the offset of the largest score, from partial sums of either.
 - ``window_energies``: squared means of windows, at every phase of their rows and every first column.
 - ``best_window``: the offset of the best partition, from these.
@@ -19,8 +19,8 @@ if AVAILABLE:
     import triton
     import triton.language as tl
 
-__all__ = ["best_phase", "best_window", "fits_image_kernel", "fits_token_kernel", "fits_window_scores",
-           "image_energies", "token_energies", "token_moments", "window_energies"]  # fmt: skip
+__all__ = ["best_phase", "best_window", "fits_token_kernel", "fits_window_scores", "image_moments", "token_energies",
+           "token_moments", "window_energies"]  # fmt: skip
 
 STRIP = 8  # rows that one program takes; fewer for a few images, which would leave most of a device idle
 
@@ -29,14 +29,8 @@ def fits_token_kernel(x: Tensor, weight: Tensor, stride: tuple[int, int]) -> boo
     """Whether ``token_energies`` takes these: 16 channels or more, 16-64 outputs, a 2 x 2 or 3 x 3 kernel."""
     r, channels, kh, kw = weight.shape
     fits = channels == x.shape[1] >= 16 and r in (16, 32, 64) and kh == kw in (2, 3) and stride in ((2, 2), (4, 4))
-    return usable(x) and x.dtype != torch.float64 and fits and _whole(x, stride)
-
-
-def fits_image_kernel(x: Tensor, weight: Tensor, stride: tuple[int, int]) -> bool:
-    """Whether ``image_energies`` takes these: few channels, 4 outputs (64 with all phases), patches of 4 to 13."""
-    r, channels, kh, kw = weight.shape
-    fits = channels == x.shape[1] < 16 and r == 4 and kh == kw and 4 <= kh <= 13 and stride == (4, 4)
-    return usable(x) and x.dtype != torch.float64 and fits and _whole(x, stride)
+    whole = all(side % s == 0 for side, s in zip(x.shape[2:], stride, strict=True))
+    return usable(x) and x.dtype != torch.float64 and fits and whole
 
 
 def fits_window_scores(strength: Tensor, window: tuple[int, int]) -> bool:
@@ -46,10 +40,6 @@ def fits_window_scores(strength: Tensor, window: tuple[int, int]) -> bool:
 
 def _strip(images: int, rows: int, stride: int) -> int:
     return STRIP if images * rows >= 256 * STRIP else stride
-
-
-def _whole(x: Tensor, stride: tuple[int, int]) -> bool:
-    return all(side % s == 0 for side, s in zip(x.shape[2:], stride, strict=True))
 
 
 if AVAILABLE:
@@ -66,70 +56,41 @@ if AVAILABLE:
         tl.store(place + 2 * area, tl.sum(t * toward[None, :], 1), i < tokens)
 
     @triton.jit
-    def _token_energies(x, weight, bias, wave, colsum, sums, squares, out, channels, height, width, sm, sb, sc, sh, sw,
-                        SIDE: tl.constexpr, PAD: tl.constexpr, STRIDE: tl.constexpr, NORM: tl.constexpr,
-                        EPS: tl.constexpr, R: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-                        BLOCK: tl.constexpr):  # fmt: skip
-        """A strip of rows: energy and direction of a convolution at every position, summed per phase.
-
-        An input row adds to SIDE output rows: what is begun is carried on to the next row, nothing is read twice.
-        """
+    def _token_energies(y, bias, wave, colsum, sums, squares, out, channels, height, width, sm, SIDE: tl.constexpr,
+                        PAD: tl.constexpr, STRIDE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, R: tl.constexpr,
+                        ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+        """A strip of rows: energy and direction of a convolution at every position, summed per phase."""
         image, strip, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        k, n, phase = tl.arange(0, K), tl.arange(0, R), tl.arange(0, STRIDE)
+        n, phase = tl.arange(0, R), tl.arange(0, STRIDE)
         w = block * BLOCK + tl.arange(0, BLOCK)
-        real = w < width
-        base = x + image.to(tl.int64) * sb
+        base = y + image.to(tl.int64) * height * width * (SIDE * SIDE * R)
         add, toward = tl.load(bias + n), tl.load(wave + n) * (2.0 / R) ** 0.5
-        begun = tl.zeros([BLOCK, R], tl.float32)  # an output row with its first input row, and with its first two
-        half = tl.zeros([BLOCK, R], tl.float32)
         energies = tl.zeros([STRIDE, BLOCK], tl.float32)
         directions = tl.zeros([STRIDE, BLOCK], tl.float32)
-        for step in range(ROWS + SIDE - 1):
-            row = (strip * ROWS + step - PAD + height) % height
-            q0 = tl.zeros([BLOCK, R], tl.float32)
-            q1 = tl.zeros([BLOCK, R], tl.float32)
-            q2 = tl.zeros([BLOCK, R], tl.float32)
-            for first in range(0, channels, K):
-                c = first + k
-                inside = c < channels
-                for dx in tl.static_range(SIDE):
-                    column = (tl.where(real, w, 0) + (dx - PAD) + width) % width
-                    a = tl.load(base + row * sh + (column * sw)[:, None] + (c * sc)[None, :], inside[None, :], 0.0)
-                    place = weight + (dx * channels + c)[:, None] * R + n[None, :]  # (row, column, channel, output)
-                    line = SIDE * channels * R
-                    m0 = tl.load(place, inside[:, None], 0.0)
-                    m1 = tl.load(place + line, inside[:, None], 0.0)
-                    q0 = tl.dot(a.to(m0.dtype), m0, q0, input_precision="ieee")
-                    q1 = tl.dot(a.to(m0.dtype), m1, q1, input_precision="ieee")
-                    if SIDE == 3:
-                        m2 = tl.load(place + 2 * line, inside[:, None], 0.0)
-                        q2 = tl.dot(a.to(m0.dtype), m2, q2, input_precision="ieee")
-            if SIDE == 3:
-                t = half + q2
-                half = begun + q1
-            else:
-                t = begun + q1
-            begun = q0
-            done = step - (SIDE - 1)  # the row of the strip that this input row completes
-            h = tl.where(real, strip * ROWS + done, -1)
-            valid = (h >= strip * ROWS) & (h < height)
+        for step in range(ROWS):
+            h = tl.where(w < width, strip * ROWS + step, height)
+            valid = h < height
+            t = tl.zeros([BLOCK, R], tl.float32)
+            for tap in tl.static_range(SIDE * SIDE):  # each product of a token with a tap is read once
+                row = (h + (tap // SIDE - PAD) + height) % height
+                column = (w + (tap % SIDE - PAD) + width) % width
+                place = base + (row * width + column)[:, None] * (SIDE * SIDE * R) + tap * R + n[None, :]
+                t += tl.load(place, valid[:, None], 0.0).to(tl.float32)
             if NORM:
                 mean = tl.zeros([BLOCK], tl.float32)
                 square = tl.zeros([BLOCK], tl.float32)
                 for tap in tl.static_range(SIDE * SIDE):
-                    place = (h + tap // SIDE) % height * width + (w + tap % SIDE) % width
-                    place += image * sm
+                    place = (h + tap // SIDE) % height * width + (w + tap % SIDE) % width + image * sm
                     mean += tl.load(sums + place, valid, 0.0)
                     square += tl.load(squares + place, valid, 0.0)
                 mean, square = mean / (SIDE * SIDE * channels), square / (SIDE * SIDE * channels)
                 inverse = 1.0 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + EPS)
                 t = (t - mean[:, None] * tl.load(colsum + n)[None, :]) * inverse[:, None]
             t += add[None, :]
-            keep = valid[None, :] & (phase == done % STRIDE)[:, None]
+            keep = valid[None, :] & (phase == step % STRIDE)[:, None]
             energies += tl.where(keep, tl.sum(t * t, 1)[None, :], 0.0)
             directions += tl.where(keep, tl.sum(t * toward[None, :], 1)[None, :], 0.0)
-        parts = tl.num_programs(1) * tl.num_programs(2)
-        part = image * parts + strip * tl.num_programs(2) + block
+        part = (image * tl.num_programs(1) + strip) * tl.num_programs(2) + block
         place = out + part * 2 * STRIDE * STRIDE + phase * STRIDE  # (part, energy or direction, row, column)
         for b in tl.static_range(STRIDE):
             here = (w % STRIDE == b)[None, :]
@@ -137,37 +98,20 @@ if AVAILABLE:
             tl.store(place + STRIDE * STRIDE + b, tl.sum(tl.where(here, directions, 0.0), 1))
 
     @triton.jit
-    def _image_energies(x, offset, weight, bias, out, height, width, sb, sc, sh, sw, CHANNELS: tl.constexpr,
-                        STRIDE: tl.constexpr, PAD: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
-                        N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-        """A strip of rows of cells: squares and sums of a convolution at all its phases, N outputs in all."""
-        image, strip, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        k, n = tl.arange(0, 32), tl.arange(0, N)
-        cell = block * BLOCK + tl.arange(0, BLOCK)
-        real = cell * STRIDE < width
-        base = x + image.to(tl.int64) * sb
-        down, right = tl.load(offset + 2 * image).to(tl.int32), tl.load(offset + 2 * image + 1).to(tl.int32)
-        column = tl.where(real, cell, 0)[:, None] * STRIDE + (k % COLUMNS)[None, :] + (right - PAD + width)
-        column = column % width
-        add = tl.load(bias + n)
+    def _image_moments(y, out, cells, N: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+        """Squares and sums of N outputs over a part of an image's cells."""
+        image, part, n = tl.program_id(0), tl.program_id(1), tl.arange(0, N)
         squares = tl.zeros([N], tl.float32)
         sums = tl.zeros([N], tl.float32)
-        for step in range(ROWS):
-            line = (strip * ROWS + step) * STRIDE + down - PAD + height
-            t = tl.zeros([BLOCK, N], tl.float32)
-            for c in tl.static_range(CHANNELS):
-                for first in range(0, LINES, 32 // COLUMNS):
-                    row = (line + first + k // COLUMNS) % height
-                    a = tl.load(base + c * sc + (row * sh)[None, :] + column * sw)
-                    m = tl.load(weight + ((c * LINES + first) * COLUMNS + k)[:, None] * N + n[None, :])
-                    t = tl.dot(a.to(m.dtype), m, t, input_precision="ieee")
-            keep = real[:, None] & ((strip * ROWS + step) * STRIDE < height)
-            t = tl.where(keep, t + add[None, :], 0.0)
+        for step in range(STEPS):
+            i = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+            place = y + (image.to(tl.int64) * cells + i)[:, None] * N + n[None, :]
+            t = tl.load(place, (i < cells)[:, None], 0.0).to(tl.float32)
             squares += tl.sum(t * t, 0)
             sums += tl.sum(t, 0)
-        part = (image * tl.num_programs(1) + strip) * tl.num_programs(2) + block
-        tl.store(out + part * 2 * N + n, squares)
-        tl.store(out + part * 2 * N + N + n, sums)
+        place = out + (image * tl.num_programs(1) + part) * 2 * N + n
+        tl.store(place, squares)
+        tl.store(place + N, sums)
 
     @triton.jit
     def _best_phase(parts, wave, out, count, area, STRIDE: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr,
@@ -227,43 +171,39 @@ if AVAILABLE:
 
 
 @triton_op("shift_vits::token_energies", mutates_args={})
-def token_energies(x: Tensor, weight: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
-                   squares: Tensor | None, padding: int, stride: int, eps: float) -> Tensor:  # fmt: skip
+def token_energies(y: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
+                   squares: Tensor | None, channels: int, side: int, padding: int, stride: int,
+                   eps: float) -> Tensor:  # fmt: skip
     """Energy |t|^2 and direction <t, wave> sqrt(2 / r) of a convolution's output t at every position, per phase.
 
-    With ``colsum`` the convolved patch is normalised first, t = (t - mean colsum) / std + bias, by the ``sums`` over
-    channels of each token and of its ``squares`` (then without padding).
+    t is the sum of ``side`` x ``side`` neighbours' products with their taps, plus ``bias``. With ``colsum`` the
+    convolved patch is normalised first, t = (t - mean colsum) / std + bias, by the ``sums`` over the ``channels`` of
+    each token and of its ``squares`` (then without padding).
 
-    Shapes: x (B, C, H, W), any strides; weight (k, k, C, r); bias, wave and colsum (r,); sums and squares (B, H, W),
+    Shapes: y (B, H, W, side side r), taps in rows, contiguous; bias, wave and colsum (r,); sums and squares (B, H, W),
     float32, equal strides -> (B, parts, 2, stride, stride), to be summed over the parts.
     """
-    (b, c, h, w), (side, _, _, r) = x.shape, weight.shape
-    strip, block = _strip(b, h, stride), max(16, min(64, power(w)))
-    strips, blocks = -(-h // strip), -(-w // block)
-    out = torch.empty((b, strips * blocks, 2, stride, stride), dtype=torch.float32, device=x.device)
+    b, h, w, n = y.shape
+    strip, block = _strip(b, h, stride), max(2, min(64, power(w)))
+    grid = (b, -(-h // strip), -(-w // block))
+    out = torch.empty((b, grid[1] * grid[2], 2, stride, stride), dtype=torch.float32, device=y.device)
     norm = [bias if tensor is None else tensor for tensor in (colsum, sums, squares)]
-    launch(_token_energies, (b, strips, blocks), x, weight, bias, wave, *norm, out, c, h, w,
-           0 if sums is None else sums.stride(0), *x.stride(),
-           SIDE=side, PAD=padding, STRIDE=stride, NORM=colsum is not None, EPS=eps, R=r, K=16 if c == 16 else 32,
-           ROWS=strip, BLOCK=block, num_warps=4, num_stages=2)  # fmt: skip
+    launch(_token_energies, grid, y, bias, wave, *norm, out, channels, h, w, 0 if sums is None else sums.stride(0),
+           SIDE=side, PAD=padding, STRIDE=stride, NORM=colsum is not None, EPS=eps, R=n // side**2, ROWS=strip,
+           BLOCK=block, num_warps=4)  # fmt: skip
     return out
 
 
-@triton_op("shift_vits::image_energies", mutates_args={})
-def image_energies(x: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:
-    """Squares and sums of a convolution's outputs at every phase, for an image rolled by its ``offset`` in [0, side).
-
-    Shapes: x (B, C, H, W), any strides; offset (B, 2); weight (C, lines, columns, N): the kernel at all phases, on a
-    canvas of lines x columns pixels that begins ``padding`` before the first pixel of a cell, columns 8 or 16 and lines
-    a multiple of 32 / columns; bias (N,) -> (B, parts, 2, N), to be summed over the parts.
-    """
-    (b, _, h, w), (c, lines, columns, n) = x.shape, weight.shape
-    rows, cells = h // stride, w // stride
-    strip, block = _strip(b, rows, 1), max(16, min(64, power(cells)))
-    grid = (b, -(-rows // strip), -(-cells // block))
-    out = torch.empty((b, grid[1] * grid[2], 2, n), dtype=torch.float32, device=x.device)
-    launch(_image_energies, grid, x, offset, weight, bias, out, h, w, *x.stride(), CHANNELS=c, STRIDE=stride,
-           PAD=padding, LINES=lines, COLUMNS=columns, N=n, ROWS=strip, BLOCK=block, num_warps=4)  # fmt: skip
+@triton_op("shift_vits::image_moments", mutates_args={})
+def image_moments(y: Tensor) -> Tensor:
+    """Sums over the cells of images of their outputs' squares, and of themselves: y (B, H, W, n), contiguous, n a power
+    of two -> (B, parts, 2, n), to be summed over the parts."""
+    b, h, w, n = y.shape
+    block = max(2, min(64, power(h * w)))
+    steps = 4 if b * h * w >= 1024 * block else 1
+    parts = -(-h * w // (block * steps))
+    out = torch.empty((b, parts, 2, n), dtype=torch.float32, device=y.device)
+    launch(_image_moments, (b, parts), y, out, h * w, N=n, STEPS=steps, BLOCK=block, num_warps=4)
     return out
 
 
@@ -271,7 +211,7 @@ def image_energies(x: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, padd
 def best_phase(parts: Tensor, wave: Tensor, stride: int, area: int, signed: bool) -> Tensor:
     """Offsets (B, 2) of the largest score: energy or, ``signed``, energy + 0.01 rms direction; ``area`` is H W.
 
-    Shapes: parts (B, parts, 2, ...) from ``token_energies``, or from ``image_energies`` with phases before outputs
+    Shapes: parts (B, parts, 2, ...) from ``token_energies``, or from ``image_moments`` with phases before outputs
     (then ``wave`` (r,) weighs the sums, as there).
     """
     b, count = parts.shape[:2]
