@@ -453,7 +453,7 @@ def module_calls(model: Classifier, x: Tensor, setting: Setting) -> dict[str, li
         "tokenization": [[offset("token_anchor")], [part("patch_embed"), *(getattr(s, "embed", None) for s in stages)]],
         "window selection": [[offset("window_anchor")]],
         "pooling selection": [[part("projection_anchor") or part("pool_anchor")]],
-        "patch merging": [[part("merge_anchor")], [getattr(stage, "downsample", None) for stage in stages]],
+        "patch merging": [[offset("merge_anchor")], [getattr(stage, "downsample", None) for stage in stages]],
         "relative positions": [[getattr(block.attn, "position_bias", None) for block in last]],
         "attention": [[block.attn for block in last]],
         "block": [last],

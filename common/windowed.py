@@ -8,7 +8,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from . import kernels
-from .anchors import ConvAnchor, MergeAnchor, WindowAnchor
+from .anchors import ConvAnchor, MergeAnchor, WindowAnchor, product_dtype
 from .classifier import Classifier, Stages, to_pair
 from .embedding import embed
 from .shifts import roll
@@ -33,17 +33,25 @@ class PatchEmbed(nn.Module):
         return self.norm(x).to(x.dtype)  # autocast leaves float32: twice what the stage has to read and write
 
 
-def merge_patches(x: Tensor) -> Tensor:
-    """Concatenate 2 x 2 tokens: (B, H, W, C) -> (B, H/2, W/2, 4C) as (column, row, channel); odd sides are padded."""
+def merge_patches(x: Tensor, offset: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:
+    """Concatenate 2 x 2 tokens, normalised by ``norm``: (B, H, W, C) -> (B, H/2, W/2, 4C) as (column, row, channel).
+
+    ``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0). Odd sides are padded.
+    """
+    if offset is not None and kernels.fits_merge_kernel(x):
+        weights = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+        return kernels.rolled_merge(x, offset, *weights, product_dtype(x))
+    x = x if offset is None else roll(x, offset, (1, 2), within=True)
     x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2)) if x.shape[1] % 2 or x.shape[2] % 2 else x
     b, h, w, c = x.shape
-    return x.view(b, h // 2, 2, w // 2, 2, c).permute(0, 1, 3, 4, 2, 5).flatten(3)
+    x = x.view(b, h // 2, 2, w // 2, 2, c).permute(0, 1, 3, 4, 2, 5).flatten(3)
+    return x if norm is None else norm(x)
 
 
 class WindowedClassifier(Classifier):
     """A hierarchy of windowed stages. A subclass adds ``patch_embed``, ``layers``, ``norm`` and ``head``.
 
-    A stage has ``downsample`` (identity, or a patch merging with ``anchor``) and ``blocks`` called as
+    A stage has ``downsample`` (identity, or a patch merging with ``offset``) and ``blocks`` called as
     ``block(x, shift, mask, origin)``.
     """
 
@@ -94,9 +102,10 @@ class WindowedClassifier(Classifier):
         for i, stage in enumerate(self.layers[: last + 1]):
             stride, window = self.feature_info[i]["reduction"], self.windows[i]
             if i > 0 and self.merge_anchor is not None:
-                x, o = stage.downsample.anchor(self.merge_anchor, x, self.canonical)
-                offset = offset + stride // 2 * o
-            x = stage.downsample(x)
+                o = stage.downsample.offset(self.merge_anchor, x, self.canonical)
+                x, offset = stage.downsample(x, o), offset + stride // 2 * o
+            else:
+                x = stage.downsample(x)
             origin = None
             if self.window_anchor is not None:
                 o = self.window_anchor.offset(x, window, self.canonical)

@@ -73,11 +73,11 @@ class PatchMerging(nn.Module):
         self.norm = nn.LayerNorm(4 * dim)
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.reduction(self.norm(merge_patches(x)))
+    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
+        return self.reduction(merge_patches(x, offset, self.norm))
 
-    def anchor(self, anchor: MergeAnchor, x: Tensor, fast: bool) -> tuple[Tensor, Tensor]:
-        return anchor(x, self.reduction, self.norm, fast)
+    def offset(self, anchor: MergeAnchor, x: Tensor, fast: bool) -> Tensor:
+        return anchor.offset(x, self.reduction, self.norm, fast)
 
 
 class SwinStage(nn.Module):

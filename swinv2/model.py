@@ -103,11 +103,11 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
         self.norm = nn.LayerNorm(out_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.reduction(merge_patches(x)))
+    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
+        return self.norm(self.reduction(merge_patches(x, offset)))
 
-    def anchor(self, anchor: MergeAnchor, x: Tensor, fast: bool) -> tuple[Tensor, Tensor]:
-        return anchor(x, self.reduction, fast=fast)
+    def offset(self, anchor: MergeAnchor, x: Tensor, fast: bool) -> Tensor:
+        return anchor.offset(x, self.reduction, fast=fast)
 
 
 class SwinV2Stage(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from common import kernels
 from common.anchors import ConvAnchor, MergeAnchor, Strided, WindowAnchor, best_offset
 from common.embedding import embed
+from common.windowed import merge_patches
 from common.windows import attend_in_windows, shifted_window_mask
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,6 +114,19 @@ def test_embedding_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, pad
 
     for fast, plain in zip(*both(monkeypatch, run), strict=True):
         assert torch.allclose(fast, plain, atol=1e-5, rtol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("normalised", [True, False])
+def test_patch_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool) -> None:
+    norm = nn.LayerNorm(4 * 24) if normalised else None
+    if norm is not None:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    x, offset = 3 + torch.randn(3, 6, 10, 24), torch.randint(0, 6, (3, 2))
+    with torch.no_grad():
+        fast, plain = both(monkeypatch, lambda: merge_patches(x, offset, norm))
+    assert torch.allclose(fast, plain, atol=1e-5)
 
 
 @interpreted

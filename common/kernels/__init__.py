@@ -3,6 +3,7 @@
 from .base import AVAILABLE, INTERPRETED, usable
 from .canonical import canonical_offset, fits_canonical_kernel
 from .depthwise import depthwise, fits_depthwise_kernel, plain_depthwise
+from .merging import fits_merge_kernel, rolled_merge
 from .patches import fits_image_windows, image_windows
 from .scores import (
     best_phase,
@@ -26,12 +27,14 @@ __all__ = [
     "fits_canonical_kernel",
     "fits_depthwise_kernel",
     "fits_image_windows",
+    "fits_merge_kernel",
     "fits_token_kernel",
     "fits_window_kernel",
     "fits_window_scores",
     "image_moments",
     "image_windows",
     "plain_depthwise",
+    "rolled_merge",
     "token_energies",
     "token_moments",
     "usable",
