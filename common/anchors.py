@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from . import kernels
 from .shifts import circular_pad, roll
@@ -34,6 +35,7 @@ __all__ = [
     "phase_scores",
     "product_dtype",
     "token_energy",
+    "whole",
 ]
 
 Score = Literal["signed", "energy"]
@@ -194,6 +196,12 @@ class Anchor(nn.Module):
         return f"score={self.score!r}, sketch={self.sketch}"
 
 
+def whole(parameter: Tensor) -> Tensor:
+    """A parameter of another module as it is read here: gathered, if it is sharded over processes (FSDP), for only its
+    own module's forward finds it so."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """What a matrix product of x would be taken in: that of autocast, or its own."""
     kind = x.device.type
@@ -227,7 +235,7 @@ class ConvAnchor(Anchor):
         """The best phase of x or, with ``at`` (B, 2) in [0, side), of x rolled there."""
         with self.precision(x, fast):
             x, strided = self.cast(x, fast), Strided.of(conv)
-            weight, bias = conv.weight.to(x), None if conv.bias is None else conv.bias.to(x)
+            weight, bias = whole(conv.weight).to(x), None if conv.bias is None else whole(conv.bias).to(x)
             if conv.groups == 1:
                 weight, bias = self.rows(weight), None if bias is None else self.rows(bias)
                 if weight.shape[1] < 16 and len(weight) < conv.out_channels and conv.out_channels >= 64:
@@ -285,10 +293,10 @@ class MergeAnchor(Anchor):
         with self.precision(x, fast):
             x = self.cast(x, fast).permute(0, 3, 1, 2)  # B, C, H, W
             channels = x.shape[1]
-            projection = self.rows(reduction.weight.to(x))  # r, 4C
-            weight = projection if norm is None else projection * norm.weight.to(x)
+            projection = self.rows(whole(reduction.weight).to(x))  # r, 4C
+            weight = projection if norm is None else projection * whole(norm.weight).to(x)
             kernel = weight.view(-1, 2, 2, channels).permute(0, 3, 2, 1)  # r, C, row, column
-            fold = None if norm is None else Fold(weight.sum(1), (projection * norm.bias.to(x)).sum(1), norm.eps)
+            fold = None if norm is None else Fold(weight.sum(1), (projection * whole(norm.bias).to(x)).sum(1), norm.eps)
             return self.choose(x, kernel, Strided((2, 2), (2, 2), (0, 0)), fold=fold, fast=fast)
 
 

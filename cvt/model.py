@@ -20,7 +20,7 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, product_dtype
+from common.anchors import Anchor, ConvAnchor, Score, Strided, product_dtype, whole
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
 from common.kernels import depthwise
@@ -68,8 +68,9 @@ class KeyValueAnchor(Anchor):
     def offset(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d, fast: bool = False) -> Tensor:
         with self.precision(x, fast):
             x = self.cast(x, fast)
-            x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x), norm.bias.to(x), norm.eps).permute(0, 3, 1, 2)
-            kernel = self.depthwise_rows(key.weight.to(x), value.weight.to(x))
+            gain, shift = whole(norm.weight).to(x), whole(norm.bias).to(x)
+            x = F.layer_norm(x, norm.normalized_shape, gain, shift, norm.eps).permute(0, 3, 1, 2)
+            kernel = self.depthwise_rows(whole(key.weight).to(x), whole(value.weight).to(x))
             return self.choose(x.to(product_dtype(x)) if fast else x, kernel, Strided.of(key), fast=fast)
 
 

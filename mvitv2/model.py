@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset, product_dtype
+from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset, product_dtype, whole
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
 from common.kernels import depthwise
@@ -227,14 +227,16 @@ class PoolAnchor(Anchor):
         strides = sorted({Strided.of(pool).stride for pool in pools} - {(1, 1)})  # stride 1 has one phase: no choice
         with self.precision(x, fast):
             x = self.cast(x, fast)
-            x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x), norm.bias.to(x), norm.eps).permute(0, 3, 1, 2)
+            gain, shift = whole(norm.weight).to(x), whole(norm.bias).to(x)
+            x = F.layer_norm(x, norm.normalized_shape, gain, shift, norm.eps).permute(0, 3, 1, 2)
             x = x.to(product_dtype(x)) if fast else x
             scores = []
             for stride in strides:
                 chosen = [i for i, pool in enumerate(pools) if pool.stride == stride]  # side by side: k strides as v
                 span = slice(chosen[0] * dim, (chosen[-1] + 1) * dim)
-                taps = torch.cat([pools[i].weight[:, 0].repeat(attn.num_heads, 1, 1) for i in chosen])
-                taps, weight, shift = (t.to(x) for t in (taps, attn.qkv.weight[span], attn.qkv.bias[span]))
+                taps = torch.cat([whole(pools[i].weight)[:, 0].repeat(attn.num_heads, 1, 1) for i in chosen])
+                qkv = whole(attn.qkv.weight)[span], whole(attn.qkv.bias)[span]
+                taps, weight, shift = (t.to(x) for t in (taps, *qkv))
                 bias, mixing = taps.sum((1, 2)) * shift, self.mixing(len(taps), x)
                 if mixing is None:
                     kernel = taps[:, None] * weight[..., None, None]  # D, C, 3, 3

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from common.anchors import MergeAnchor, Score
 from common.registry import defaults, register_model
@@ -69,7 +70,11 @@ class WindowAttention(nn.Module):
         qkv_bias = None
         if self.q_bias is not None and self.v_bias is not None:
             qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = F.linear(x, self.qkv.weight, qkv_bias).unflatten(-1, (3, self.num_heads, -1))
+        if isinstance(self.qkv.weight, DTensor):  # sharded (FSDP): only its own forward finds all of it
+            qkv = self.qkv(x) if qkv_bias is None else self.qkv(x) + qkv_bias
+        else:
+            qkv = F.linear(x, self.qkv.weight, qkv_bias)
+        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
         scale = self.logit_scale.clamp(max=math.log(100)).exp().flatten()
         dropout = self.attn_drop if self.training else 0.0
         x = attend_in_windows(qkv, bias, scale, self.window, shift, mask, origin, dropout=dropout)
