@@ -44,8 +44,11 @@ def save_checkpoint(accelerator: Accelerator, root: Path, progress: Progress, id
         raise OSError(f"could not write checkpoint {final} ({error}): free some disk space and resume with "
                       "--resume_from_checkpoint latest; earlier checkpoints are untouched") from error  # fmt: skip
     if accelerator.is_main_process:
-        for old in _checkpoints(root)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        kept = _checkpoints(root)[-keep:]
+        for old in root.glob("*step_*"):  # also what a killed run has left half written or half deleted
+            if old not in kept:
+                (old / PROGRESS_NAME).unlink(missing_ok=True)  # first: no longer whole
+                shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()
     return final
 
