@@ -33,7 +33,6 @@ __all__ = [
     "WindowAnchor",
     "best_offset",
     "phase_scores",
-    "product_dtype",
     "token_energy",
     "whole",
 ]
@@ -202,12 +201,6 @@ def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product of x would be taken in: that of autocast, or its own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 def _all_phases(weight: Tensor, stride: int) -> Tensor:
     """A kernel (r, C, k, k) at each phase of its stride s, in windows of k + s - 1: (s s r, C (k + s - 1)^2)."""
     k = weight.shape[-1]
@@ -248,7 +241,7 @@ class ConvAnchor(Anchor):
     def _of_image(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, at: Tensor | None) -> Tensor:
         """All phases at once, as one product of windows that hold them all, read where the image lies."""
         (stride, _), (k, _) = conv.stride, conv.kernel
-        windows = kernels.image_windows(x, at, k + stride - 1, stride, conv.padding[0], True, product_dtype(x))
+        windows = kernels.image_windows(x, at, k + stride - 1, stride, conv.padding[0], True, kernels.product_dtype(x))
         canvas = _all_phases(weight, stride)
         canvas = F.pad(canvas, (0, windows.shape[-1] - canvas.shape[1]))
         y = F.linear(windows, canvas, None if bias is None else bias.repeat(stride**2))

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import kernels
-from .anchors import Strided, product_dtype
+from .anchors import Strided
 from .shifts import convolve, roll
 
 __all__ = ["embed"]
@@ -21,7 +21,7 @@ def embed(conv: nn.Conv2d, x: Tensor, offset: Tensor | None = None) -> Tensor:
     (k, _), (s, _), (p, _) = Strided.of(conv)
     weight = conv.weight.flatten(1)
     if kernels.fits_image_windows(x, k, s) and 1 <= k - 2 * p <= s:  # one window per cell
-        windows = kernels.image_windows(x, offset, k, s, p, conv.padding_mode == "circular", product_dtype(x))
+        windows = kernels.image_windows(x, offset, k, s, p, conv.padding_mode == "circular", kernels.product_dtype(x))
         return F.linear(windows, F.pad(weight, (0, windows.shape[-1] - weight.shape[1])), conv.bias)
     x = x if offset is None else roll(x, offset, within=True)
     if k != s or p:

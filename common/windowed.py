@@ -8,7 +8,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from . import kernels
-from .anchors import ConvAnchor, MergeAnchor, WindowAnchor, product_dtype
+from .anchors import ConvAnchor, MergeAnchor, WindowAnchor
 from .classifier import Classifier, Stages, to_pair
 from .embedding import embed
 from .shifts import roll
@@ -40,7 +40,7 @@ def merge_patches(x: Tensor, offset: Tensor | None = None, norm: nn.LayerNorm | 
     """
     if offset is not None and kernels.fits_merge_kernel(x):
         weights = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-        return kernels.rolled_merge(x, offset, *weights, product_dtype(x))
+        return kernels.rolled_merge(x, offset, *weights, kernels.product_dtype(x))
     x = x if offset is None else roll(x, offset, (1, 2), within=True)
     x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2)) if x.shape[1] % 2 or x.shape[2] % 2 else x
     b, h, w, c = x.shape

@@ -20,10 +20,10 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, product_dtype, whole
+from common.anchors import Anchor, ConvAnchor, Score, Strided, whole
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
-from common.kernels import depthwise
+from common.kernels import depthwise, product_dtype
 from common.registry import defaults, register_model
 from common.shifts import roll
 

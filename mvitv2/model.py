@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset, product_dtype, whole
+from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset, whole
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
-from common.kernels import depthwise
+from common.kernels import depthwise, product_dtype
 from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
 from common.shifts import roll

@@ -1,21 +1,15 @@
 """The canonical anchor: every shifted copy of an image becomes one array, on every device by the same integers. Its
 kernels run in Triton's interpreter where there is no GPU, in a process of its own (see test_kernels.py)."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import awkward_images
+from conftest import awkward_images, passes_in_the_interpreter
 from torch import Tensor
 
 from common import kernels
 from common.canonical import Canonical, read, residue
 from common.shifts import roll
 
-ROOT = Path(__file__).resolve().parents[1]
 plain = pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a child")
 SIZES = [(7, 7), (12, 12), (16, 16), (9, 20)]
@@ -127,12 +121,7 @@ def test_remainders_are_exact_as_far_as_they_say() -> None:
 @plain
 def test_kernels_in_the_interpreter() -> None:
     """What a GPU chooses is what the readable code says."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], cwd=ROOT,
-                          env=environment, text=True, capture_output=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    passes_in_the_interpreter(__file__)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,14 +3,12 @@ to be chosen before Triton is imported, so this file runs itself once more), cir
 attention of pooled tokens.
 """
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import passes_in_the_interpreter
 from torch import Tensor, nn
 
 from common import kernels
@@ -19,19 +17,13 @@ from common.registry import create_model
 from common.shifts import _CircularPad, convolve
 from mvitv2.model import PoolingAttention, circular_max
 
-ROOT = Path(__file__).resolve().parents[1]
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_kernel_in_the_interpreter, in a child")
 
 
 @pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
 def test_kernel_in_the_interpreter() -> None:
     """What a GPU computes is what the readable code says."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], cwd=ROOT,
-                          env=environment, text=True, capture_output=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    passes_in_the_interpreter(__file__)
 
 
 @interpreted

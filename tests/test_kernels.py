@@ -2,15 +2,12 @@
 before Triton is imported: so this file runs itself once more, in a process of its own.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import passes_in_the_interpreter
 from torch import Tensor, nn
 
 from common import kernels
@@ -19,19 +16,13 @@ from common.embedding import embed
 from common.windowed import merge_patches
 from common.windows import attend_in_windows, shifted_window_mask
 
-ROOT = Path(__file__).resolve().parents[1]
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a child")
 
 
 @pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
 def test_kernels_in_the_interpreter() -> None:
     """What a GPU computes is what the readable code says."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], cwd=ROOT,
-                          env=environment, text=True, capture_output=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    passes_in_the_interpreter(__file__)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, f: Callable[[], Any]) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """Triton kernels for CUDA: what the compiler does not fuse. Each has a plain torch form, which is its reference."""
 
-from .base import AVAILABLE, INTERPRETED, usable
+from .base import AVAILABLE, INTERPRETED, product_dtype, usable
 from .canonical import canonical_offset, fits_canonical_kernel
 from .depthwise import depthwise, fits_depthwise_kernel, plain_depthwise
 from .merging import fits_merge_kernel, rolled_merge
@@ -34,6 +34,7 @@ __all__ = [
     "image_moments",
     "image_windows",
     "plain_depthwise",
+    "product_dtype",
     "rolled_merge",
     "token_energies",
     "token_moments",

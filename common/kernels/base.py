@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
@@ -14,7 +15,7 @@ except ImportError:  # no Triton: the torch forms do everything
 else:
     AVAILABLE = True
 
-__all__ = ["AVAILABLE", "ENABLED", "INTERPRETED", "launch", "power", "usable"]
+__all__ = ["AVAILABLE", "ENABLED", "INTERPRETED", "launch", "power", "product_dtype", "usable"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ENABLED = True  # False: the torch forms everywhere, to compare with
@@ -32,3 +33,10 @@ def launch(kernel: Any, grid: Callable | tuple, *args: Any, **constants: Any) ->
 def power(n: int) -> int:
     """The next power of two."""
     return 1 << (n - 1).bit_length()
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product of x would be taken in: that of autocast, which leaves float64 alone, or its own."""
+    kind = x.device.type
+    cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if cast else x.dtype

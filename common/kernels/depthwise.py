@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import register_autograd, triton_op
 
 from ..shifts import circular_pad
-from .base import AVAILABLE, launch, usable
+from .base import AVAILABLE, launch, product_dtype, usable
 
 if AVAILABLE:
     import triton
@@ -28,8 +28,7 @@ def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool) -> Tensor:
 
     Shapes: x (B, H, W, C), weight (k, k, C), k odd -> (B, ceil(H / stride), ceil(W / stride), C).
     """
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = x.to(product_dtype(x))
     if fits_depthwise_kernel(x, weight):
         return depthwise_kernel(x, weight.float().contiguous(), stride, circular)
     return plain_depthwise(x, weight, stride, circular)
