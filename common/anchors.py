@@ -33,6 +33,7 @@ __all__ = [
     "WindowAnchor",
     "best_offset",
     "phase_scores",
+    "product",
     "token_energy",
     "whole",
 ]
@@ -127,15 +128,16 @@ class Anchor(nn.Module):
     def rows(self, weight: Tensor) -> Tensor:
         """Rows (D, ...) of the linear map whose output is scored, or their r fixed combinations (r, ...)."""
         mixing = self.mixing(len(weight), weight)
-        return weight if mixing is None else torch.tensordot(mixing, weight, 1)
+        return weight if mixing is None else product(mixing, weight.flatten(1)).unflatten(1, weight.shape[1:])
 
     def depthwise_rows(self, *weights: Tensor) -> Tensor:
         """Depthwise kernels (C, 1, k, k) of one input: side by side, or r fixed combinations of all (r, C, k, k)."""
         if not self.sketch:
             return torch.stack(weights, 1).flatten(0, 1)  # grouped: the outputs of a channel are neighbours
-        taps = torch.stack(weights)[:, :, 0]  # n, C, k, k
-        directions = self.directions[:, : taps.shape[0] * taps.shape[1]].to(taps)
-        return torch.einsum("rnc,ncij->rcij", directions.unflatten(1, taps.shape[:2]), taps)
+        channels = len(weights[0])
+        parts = self.directions[:, : channels * len(weights)].to(weights[0]).split(channels, 1)  # r, C each
+        return sum((part[:, :, None, None] * w[:, 0] for part, w in zip(parts[1:], weights[1:], strict=True)),
+                   parts[0][:, :, None, None] * weights[0][:, 0])  # fmt: skip
 
     def moments(self, x: Tensor) -> tuple[Tensor, ...]:
         """Sums (B, H, W) over channels of x (B, H, W, C), of its square and of its product with ``wave``, in float32 at
@@ -183,6 +185,7 @@ class Anchor(nn.Module):
         constant = bias if fold is None else fold.constant
         constant = torch.zeros(len(weight), device=x.device) if constant is None else constant.float().contiguous()
         taps = weight.permute(2, 3, 0, 1).reshape(-1, weight.shape[1])  # (row, column, output), channel
+        taps = F.pad(taps, (0, 0, 0, -len(taps) % 8)) if len(taps) % 8 else taps  # GPUs multiply in eights
         y = F.linear(x.permute(0, 2, 3, 1), taps)  # every token by every tap, B, H, W, k k r
         colsum, sums, squares, eps = None, None, None, 0.0
         if fold is not None:
@@ -196,19 +199,18 @@ class Anchor(nn.Module):
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """A parameter of another module as it is read here: gathered, if it is sharded over processes (FSDP), for only its
-    own module's forward finds it so."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    """A parameter of another module as it is read here, in float32 at least: gathered, if it is sharded over processes
+    (FSDP), for only its own module's forward finds it so."""
+    parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return parameter if parameter.dtype == torch.float64 else parameter.float()
 
 
-def _all_phases(weight: Tensor, stride: int) -> Tensor:
-    """A kernel (r, C, k, k) at each phase of its stride s, in windows of k + s - 1: (s s r, C (k + s - 1)^2)."""
-    k = weight.shape[-1]
-    tap = torch.arange(k + stride - 1, device=weight.device) - torch.arange(stride, device=weight.device)[:, None]
-    inside, tap = (tap >= 0) & (tap < k), tap.clamp(0, k - 1)  # phase, place in the window
-    moved = weight[:, :, tap[:, None, :, None], tap[None, :, None, :]]  # r, C, s, s, window, window
-    moved = moved * (inside[:, None, :, None] & inside[None, :, None, :])
-    return moved.permute(2, 3, 0, 1, 4, 5).flatten(3).flatten(0, 2)
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of a few rows and weights, not in autocast's precision; a compiler makes it one pass with what is next."""
+    if torch.compiler.is_compiling():
+        return (a[:, :, None] * b).sum(1)
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
 
 
 class ConvAnchor(Anchor):
@@ -228,31 +230,23 @@ class ConvAnchor(Anchor):
         """The best phase of x or, with ``at`` (B, 2) in [0, side), of x rolled there."""
         with self.precision(x, fast):
             x, strided = self.cast(x, fast), Strided.of(conv)
-            weight, bias = whole(conv.weight).to(x), None if conv.bias is None else whole(conv.bias).to(x)
+            weight, bias = whole(conv.weight), None if conv.bias is None else whole(conv.bias)
             if conv.groups == 1:
-                weight, bias = self.rows(weight), None if bias is None else self.rows(bias)
-                if weight.shape[1] < 16 and len(weight) < conv.out_channels and conv.out_channels >= 64:
-                    few = max(1, len(weight) // 4)  # a quarter will do for an image, whose sixteen phases are all taken
-                    weight, bias = weight[:few], None if bias is None else bias[:few]
-            if fast and _fits_image(x, weight, strided):
+                weight, bias = self.rows(weight), None if bias is None else self.rows(bias[:, None])[:, 0]
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+            if fast and kernels.fits_image_phases(x, weight, strided.stride[0]):
                 return self._of_image(x, weight, strided, bias, at)
             return self.choose(x if at is None else roll(x, at, within=True), weight, strided, bias, fast=fast)
 
     def _of_image(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, at: Tensor | None) -> Tensor:
         """All phases at once, as one product of windows that hold them all, read where the image lies."""
         (stride, _), (k, _) = conv.stride, conv.kernel
-        windows = kernels.image_windows(x, at, k + stride - 1, stride, conv.padding[0], True, kernels.product_dtype(x))
-        canvas = _all_phases(weight, stride)
-        canvas = F.pad(canvas, (0, windows.shape[-1] - canvas.shape[1]))
-        y = F.linear(windows, canvas, None if bias is None else bias.repeat(stride**2))
-        signed = self.score == "signed"
-        return kernels.best_phase(kernels.image_moments(y), self.wave, stride, math.prod(x.shape[2:]), signed)
-
-
-def _fits_image(x: Tensor, weight: Tensor, conv: Strided) -> bool:
-    (stride, other), (k, _), outputs = conv.stride, conv.kernel, len(weight) * math.prod(conv.stride)
-    fits = x.shape[1] == weight.shape[1] < 16 and stride == other in (2, 4) and outputs in (16, 32, 64, 128, 256)
-    return fits and kernels.fits_image_windows(x, k + stride - 1, stride)
+        half = kernels.product_dtype(x)  # float32 is more than a choice needs
+        half = torch.float16 if half == torch.float32 and not kernels.INTERPRETED else half
+        weights = kernels.in_pieces(kernels.all_phases(weight.to(half), stride))
+        bias = None if bias is None else bias.repeat(stride**2)
+        parts = kernels.image_phases(x, at, weights, bias, k + stride - 1, stride, conv.padding[0])
+        return kernels.best_phase(parts, self.wave, stride, math.prod(x.shape[2:]), self.score == "signed")
 
 
 def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None) -> Tensor:
@@ -286,10 +280,10 @@ class MergeAnchor(Anchor):
         with self.precision(x, fast):
             x = self.cast(x, fast).permute(0, 3, 1, 2)  # B, C, H, W
             channels = x.shape[1]
-            projection = self.rows(whole(reduction.weight).to(x))  # r, 4C
-            weight = projection if norm is None else projection * whole(norm.weight).to(x)
-            kernel = weight.view(-1, 2, 2, channels).permute(0, 3, 2, 1)  # r, C, row, column
-            fold = None if norm is None else Fold(weight.sum(1), (projection * whole(norm.bias).to(x)).sum(1), norm.eps)
+            projection = self.rows(whole(reduction.weight))  # r, 4C
+            weight = projection if norm is None else projection * whole(norm.weight)
+            kernel = weight.view(-1, 2, 2, channels).permute(0, 3, 2, 1).to(x.dtype)  # r, C, row, column
+            fold = None if norm is None else Fold(weight.sum(1), (projection * whole(norm.bias)).sum(1), norm.eps)
             return self.choose(x, kernel, Strided((2, 2), (2, 2), (0, 0)), fold=fold, fast=fast)
 
 
@@ -319,10 +313,12 @@ class WindowAnchor(Anchor):
         return roll(x, offset, (1, 2), within=True), offset
 
     @torch.no_grad()
-    def offset(self, x: Tensor, window: tuple[int, int], fast: bool = False) -> Tensor:
+    def offset(self, x: Tensor, window: tuple[int, int], fast: bool = False, moments: Tensor | None = None) -> Tensor:
+        """``moments`` (B, 3, H, W) are those of x, where they are known already."""
         with self.precision(x, fast=False):  # a sum of squares: nothing to gain from less than float32
             fast = fast and x.dtype != torch.float64
-            _, square, toward = (t if fast else _wide(t) for t in self.moments(x))  # B, H, W each
+            given = self.moments(x) if moments is None or not fast else moments.unbind(1)
+            _, square, toward = (t if fast else _wide(t) for t in given)  # B, H, W each
             strength = square.sqrt()
             if self.score == "signed":
                 strength = strength + 0.1 * (2.0 / x.shape[-1]) ** 0.5 * toward

@@ -1,5 +1,6 @@
 """The convolution that makes tokens of an image, shared by all architectures."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,18 +11,36 @@ from .shifts import convolve, roll
 __all__ = ["embed"]
 
 
-def embed(conv: nn.Conv2d, x: Tensor, offset: Tensor | None = None) -> Tensor:
-    """``conv`` of an image, rolled by its ``offset`` (B, 2) in [0, side) if there is one, channels-last.
+def embed(conv: nn.Conv2d, x: Tensor, offset: Tensor | None = None, norm: nn.LayerNorm | None = None,
+          wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """``conv`` of an image, rolled by its ``offset`` (B, 2) in [0, side) if there is one, channels-last, normalised by
+    ``norm``; and with ``wave`` the tokens' moments (``kernels.token_moments``), where a kernel has them for little.
 
     With the few channels of an image a convolution is slow: where it can be, it is one matrix product of windows, which
     a GPU reads where they lie.
 
-    Shapes: (B, C, H, W) -> (B, H/s, W/s, D).
+    Shapes: (B, C, H, W) -> (B, H/s, W/s, D), (B, 3, H/s, W/s) or None.
     """
     (k, _), (s, _), (p, _) = Strided.of(conv)
+    circular, dtype = conv.padding_mode == "circular", kernels.product_dtype(x)
+    if 1 <= k - 2 * p <= s and kernels.fits_image_tokens(x, conv.weight, s, dtype):  # one window per cell
+        weights = kernels.in_pieces(conv.weight.to(dtype))
+        gain, shift, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+        tokens, moments = kernels.image_tokens(x, offset, weights, conv.bias, gain, shift, eps, wave, k, s, p, circular)
+        return tokens, None if wave is None else moments
+    tokens = _convolve(conv, x, offset, circular)
+    if norm is not None:
+        tokens = norm(tokens).to(tokens.dtype)  # autocast leaves float32: twice what a stage has to read and write
+    if wave is None or not kernels.usable(x) or tokens.dtype == torch.float64:
+        return tokens, None
+    return tokens, kernels.token_moments(tokens.detach().contiguous(), wave)
+
+
+def _convolve(conv: nn.Conv2d, x: Tensor, offset: Tensor | None, circular: bool) -> Tensor:
+    (k, _), (s, _), (p, _) = Strided.of(conv)
     weight = conv.weight.flatten(1)
-    if kernels.fits_image_windows(x, k, s) and 1 <= k - 2 * p <= s:  # one window per cell
-        windows = kernels.image_windows(x, offset, k, s, p, conv.padding_mode == "circular", kernels.product_dtype(x))
+    if 1 <= k - 2 * p <= s and kernels.fits_image_windows(x, k, s):
+        windows = kernels.image_windows(x, offset, k, s, p, circular, kernels.product_dtype(x))
         return F.linear(windows, F.pad(weight, (0, windows.shape[-1] - weight.shape[1])), conv.bias)
     x = x if offset is None else roll(x, offset, within=True)
     if k != s or p:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import kernels
 from .seeding import hashed_uniform
 
 __all__ = ["circular_pad", "circular_shift", "convolve", "random_shifts", "roll", "shift_and_crop", "standard_shift"]
@@ -65,6 +66,8 @@ def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1), within: bo
                          f"got {tuple(offset.shape)}")  # fmt: skip
     if not within:
         offset = torch.stack([offset[:, 0] % x.shape[h], offset[:, 1] % x.shape[w]], 1)
+    if (h, w) == (1, 2) and kernels.fits_roll_kernel(x):
+        return kernels.rolled(x, offset, 0)
     return _Roll.apply(x, offset, (h, w))
 
 

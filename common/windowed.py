@@ -27,10 +27,11 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=patch_size)
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0)."""
-        x = embed(self.proj, x, offset)
-        return self.norm(x).to(x.dtype)  # autocast leaves float32: twice what the stage has to read and write
+    def forward(self, x: Tensor, offset: Tensor | None = None,
+                wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0). With ``wave`` also the tokens'
+        moments, where they cost little: see ``embed``."""
+        return embed(self.proj, x, offset, self.norm, wave)
 
 
 def merge_patches(x: Tensor, offset: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:
@@ -38,9 +39,10 @@ def merge_patches(x: Tensor, offset: Tensor | None = None, norm: nn.LayerNorm | 
 
     ``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0). Odd sides are padded.
     """
-    if offset is not None and kernels.fits_merge_kernel(x):
-        weights = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-        return kernels.rolled_merge(x, offset, *weights, kernels.product_dtype(x))
+    affine = norm is None or norm.elementwise_affine
+    if offset is not None and affine and kernels.fits_merge_kernel(x):
+        gain, bias, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+        return kernels.rolled_merge(x, offset, gain, bias, eps, kernels.product_dtype(x))
     x = x if offset is None else roll(x, offset, (1, 2), within=True)
     x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2)) if x.shape[1] % 2 or x.shape[2] % 2 else x
     b, h, w, c = x.shape
@@ -96,7 +98,8 @@ class WindowedClassifier(Classifier):
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
-        x = self.patch_embed(x, offset if self.adaptive else None)
+        wave = None if self.window_anchor is None else self.window_anchor.wave
+        x, moments = self.patch_embed(x, offset if self.adaptive else None, wave)
         stages: Stages = []
         stage: Any
         for i, stage in enumerate(self.layers[: last + 1]):
@@ -108,7 +111,7 @@ class WindowedClassifier(Classifier):
                 x = stage.downsample(x)
             origin = None
             if self.window_anchor is not None:
-                o = self.window_anchor.offset(x, window, self.canonical)
+                o = self.window_anchor.offset(x, window, self.canonical, None if i else moments)
                 if kernels.usable(x):  # where windows begin is one more number to the kernel: nothing is moved
                     origin = o
                 else:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from common.anchors import Anchor, ConvAnchor, Score, Strided, whole
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
-from common.kernels import depthwise, product_dtype
+from common.kernels import depthwise, fits_roll_kernel, product_dtype, rolled, usable
 from common.registry import defaults, register_model
 from common.shifts import roll
 
@@ -70,8 +70,9 @@ class KeyValueAnchor(Anchor):
             x = self.cast(x, fast)
             gain, shift = whole(norm.weight).to(x), whole(norm.bias).to(x)
             x = F.layer_norm(x, norm.normalized_shape, gain, shift, norm.eps).permute(0, 3, 1, 2)
-            kernel = self.depthwise_rows(whole(key.weight).to(x), whole(value.weight).to(x))
-            return self.choose(x.to(product_dtype(x)) if fast else x, kernel, Strided.of(key), fast=fast)
+            x = x.to(product_dtype(x)) if fast else x
+            kernel = self.depthwise_rows(whole(key.weight), whole(value.weight)).to(x.dtype)
+            return self.choose(x, kernel, Strided.of(key), fast=fast)
 
 
 class ConvEmbed(nn.Module):
@@ -87,14 +88,23 @@ class ConvEmbed(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0)."""
-        return self.norm(embed(self.proj, x, offset))
+        """``offset`` (B, 2) in [0, side) is where each image, or grid of tokens, begins, if not at (0, 0)."""
+        conv, tokens = self.proj, x.permute(0, 2, 3, 1)
+        if conv.in_channels < 16 or conv.padding_mode != "circular" or not fits_roll_kernel(tokens):
+            return embed(conv, x, offset, self.norm)[0]
+        if offset is None:
+            offset = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device)
+        padding: Any = conv.padding[0]
+        x = rolled(tokens.to(product_dtype(x)), offset, padding).permute(0, 3, 1, 2)  # channels-last, as it was
+        x = F.conv2d(x, conv.weight, conv.bias, conv.stride).permute(0, 2, 3, 1)
+        return self.norm(x).to(x.dtype)  # as ``embed`` does
 
 
 class ConvProjection(nn.Module):
     """Convolutional projection: depthwise 3 x 3 convolution and BatchNorm on the grid, then a linear layer.
 
-    Shapes: x (B, H, W, C), class tokens (B, n, C) that skip the convolution -> (B, n + H/s W/s, C).
+    Shapes: x (B, H, W, C), class tokens (B, n, C) that skip the convolution, origin (B, 2) or None, where the strided
+    grid begins -> (B, n + H/s W/s, C).
     """
 
     def __init__(self, *, dim: int, stride: int, bias: bool, padding_mode: PaddingMode) -> None:
@@ -103,9 +113,9 @@ class ConvProjection(nn.Module):
         self.norm = nn.BatchNorm2d(dim)
         self.proj = nn.Linear(dim, dim, bias=bias)
 
-    def forward(self, x: Tensor, cls_token: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cls_token: Tensor, origin: Tensor | None) -> Tensor:
         weight = self.conv.weight[:, 0].permute(1, 2, 0)  # 3, 3, C
-        x = depthwise(x, weight, self.conv.stride[0], self.conv.padding_mode == "circular")
+        x = depthwise(x, weight, self.conv.stride[0], self.conv.padding_mode == "circular", origin)
         x = self.norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)  # B, tokens, C
         return self.proj(torch.cat([cls_token, x], 1) if cls_token.shape[1] else x)
 
@@ -128,13 +138,13 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, size: tuple[int, int], origin: Tensor | None) -> Tensor:
         b, n, c = x.shape
         cls_token, x = x.split([n - size[0] * size[1], size[0] * size[1]], 1)
         x = x.unflatten(1, size).contiguous()  # B, H, W, C; the compiler writes it so at once
         q, k, v = (
-            project(x, cls_token).view(b, -1, self.num_heads, c // self.num_heads).transpose(1, 2)
-            for project in (self.q, self.k, self.v)
+            project(x, cls_token, begin).view(b, -1, self.num_heads, c // self.num_heads).transpose(1, 2)
+            for project, begin in ((self.q, None), (self.k, origin), (self.v, origin))
         )
         dropout = self.attn_drop if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
@@ -153,8 +163,8 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=get_act_layer(act_layer), drop=proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x), size))
+    def forward(self, x: Tensor, size: tuple[int, int], origin: Tensor | None) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x), size, origin))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
@@ -173,9 +183,9 @@ class CvTStage(nn.Module):
             Block(dim=dim, drop_path=drop_path[i], padding_mode=padding_mode, **block) for i in range(depth)
         )
 
-    def anchor(self, anchor: KeyValueAnchor, x: Tensor, fast: bool) -> tuple[Tensor, Tensor]:
+    def offset(self, anchor: KeyValueAnchor, x: Tensor, fast: bool) -> Tensor:
         block: Any = self.blocks[0]
-        return anchor(x, block.norm1, block.attn.k.conv, block.attn.v.conv, fast)
+        return anchor.offset(x, block.norm1, block.attn.k.conv, block.attn.v.conv, fast)
 
 
 class ClassTokenHead(nn.Module):
@@ -233,7 +243,7 @@ class CvT(Classifier):
                  drop_rate: float = 0.0, proj_drop_rate: float = 0.0, attn_drop_rate: float = 0.0,
                  drop_path_rate: float | tuple[float, ...] = 0.1, padding_mode: PaddingMode | None = None,
                  adaptive: bool = False, canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
-                 score: Score = "signed", sketch: int = 16) -> None:  # fmt: skip
+                 score: Score = "signed", sketch: int = 4) -> None:  # fmt: skip
         strides = [math.prod(patch_strides[: i + 1]) for i in range(len(depths))]
         multiple = strides[-1] * (kv_stride if adaptive else 1)
         super().__init__(locals(), multiple=(multiple, multiple), anchors=ANCHORS)
@@ -278,19 +288,21 @@ class CvT(Classifier):
         for i in range(last + 1):
             stage: CvTStage = self.stages[i]  # type: ignore[assignment]
             if i > 0 and self.token_anchor is not None:
-                x, o = self.token_anchor(x, stage.embed.proj, fast=self.canonical)
-                offset = offset + stride * o
-            x = stage.embed(x, None if i else begin)  # B, H, W, C
+                begin = self.token_anchor.offset(x, stage.embed.proj, fast=self.canonical)
+                offset = offset + stride * begin
+            x, begin = stage.embed(x, begin), None  # B, H, W, C
             stride = self.feature_info[i]["reduction"]
+            origin = None
             if self.projection_anchor is not None:
-                x, o = stage.anchor(self.projection_anchor, x, self.canonical)
-                offset = offset + stride * o
+                origin = stage.offset(self.projection_anchor, x, self.canonical)
+                if not usable(x):  # else where keys and values begin is one more number to their kernel
+                    x, offset, origin = roll(x, origin, (1, 2), within=True), offset + stride * origin, None
             b, h, w, c = x.shape
             tokens = x.flatten(1, 2)
             if stage.cls_token is not None:
                 tokens = torch.cat([stage.cls_token.expand(b, -1, -1), tokens], 1)
             for block in stage.blocks:
-                tokens = self.run(block, tokens, (h, w))
+                tokens = self.run(block, tokens, (h, w), origin)
             x = tokens[:, -h * w :].reshape(b, h, w, c)
             stages.append((x, offset))
             x = x.permute(0, 3, 1, 2)

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset, whole
+from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset, product, whole
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
 from common.kernels import depthwise, product_dtype
@@ -85,7 +85,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
         """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0)."""
-        return embed(self.proj, x, offset)
+        return embed(self.proj, x, offset)[0]
 
 
 class PoolingAttention(nn.Module):
@@ -235,13 +235,15 @@ class PoolAnchor(Anchor):
                 chosen = [i for i, pool in enumerate(pools) if pool.stride == stride]  # side by side: k strides as v
                 span = slice(chosen[0] * dim, (chosen[-1] + 1) * dim)
                 taps = torch.cat([whole(pools[i].weight)[:, 0].repeat(attn.num_heads, 1, 1) for i in chosen])
-                qkv = whole(attn.qkv.weight)[span], whole(attn.qkv.bias)[span]
-                taps, weight, shift = (t.to(x) for t in (taps, *qkv))
-                bias, mixing = taps.sum((1, 2)) * shift, self.mixing(len(taps), x)
+                weight, bias = whole(attn.qkv.weight)[span], taps.sum((1, 2)) * whole(attn.qkv.bias)[span]
+                mixing = self.mixing(len(taps), taps)
                 if mixing is None:
                     kernel = taps[:, None] * weight[..., None, None]  # D, C, 3, 3
                 else:
-                    kernel, bias = torch.einsum("roij,oc->rcij", mixing[..., None, None] * taps, weight), mixing @ bias
+                    mixed = mixing[..., None, None] * taps  # r, D, 3, 3
+                    kernel = product(mixed.permute(0, 2, 3, 1).flatten(0, 2), weight)  # (r, 3, 3), C
+                    kernel, bias = kernel.view(-1, 3, 3, kernel.shape[1]).permute(0, 3, 1, 2), (mixing * bias).sum(1)
+                kernel, bias = kernel.to(x.dtype), bias.to(x.dtype)
                 how = kernel, Strided.of(pools[1])._replace(stride=stride), bias
                 if strides == [(block.modulus, block.modulus)]:
                     return self.choose(x, *how, fast=fast)
@@ -276,7 +278,7 @@ class MViTv2(Classifier):
                  stride_q: tuple[int, ...] = (1, 2, 2, 2), stride_kv: int = 4, mlp_ratio: float = 4.0,
                  drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False, canonical: bool = True,
                  padding_mode: PaddingMode | None = None, anchors: tuple[str, ...] = ANCHORS,
-                 score: Score = "signed", sketch: int = 16) -> None:  # fmt: skip
+                 score: Score = "signed", sketch: int = 4) -> None:  # fmt: skip
         if len(depths) != len(stride_q):
             raise ValueError(f"depths {depths} and stride_q {stride_q} must have one entry per stage each")
         strides = list(accumulate(stride_q, mul, initial=patch_stride))  # of the grids before, between and after stages

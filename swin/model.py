@@ -113,7 +113,7 @@ class Swin(WindowedClassifier):
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
                  attn_drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False,
                  canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
-                 score: Score = "signed", sketch: int = 16) -> None:  # fmt: skip
+                 score: Score = "signed", sketch: int = 4) -> None:  # fmt: skip
         super().__init__(locals())
         self.patch_embed = PatchEmbed(patch_size=patch_size, in_chans=in_chans, dim=embed_dim)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)

@@ -152,3 +152,18 @@ def test_offsets_of_any_layout(monkeypatch: pytest.MonkeyPatch, channels: int, d
     assert torch.equal(fast, plain)
     monkeypatch.setattr(kernels.base, "ENABLED", True)
     assert torch.equal(both(monkeypatch, x.contiguous(memory_format=torch.channels_last))[0], fast)
+
+
+@interpreted
+def test_offsets_of_hard_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rounding falls another way if taken another way: ties, what is a step below them, and what is huge."""
+    below = 0.5 - 2.0**-25
+    ties = [128.0, 128.5, 384.0, 256 * below, below / 1024, *((k + 0.5) / 1024 for k in (0, 1, 2, 3, 131071))]
+    huge = [2.0**30 + 128, *(2.0**31 + 256 * k for k in (1, 2, 3)), 2.0**33, 3e38, 1e-40, float("inf")]
+    numbers = torch.tensor([sign * number for number in ties + huge for sign in (1, -1)] + [float("nan")])
+    choice = torch.randint(len(numbers), (8, 3, 12, 20))
+    choice[-1] = numbers.tolist().index(2.0**31 + 256)  # the lowest level in every channel
+    choice[-1, :, 5, 7] = 0
+    fast, plain = both(monkeypatch, numbers[choice])
+    assert torch.equal(fast, plain)
+    assert len(fast.unique(dim=0)) > 5

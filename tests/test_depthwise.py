@@ -55,6 +55,21 @@ def test_depthwise_kernel(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 
 
 @interpreted
+@pytest.mark.parametrize(("size", "stride"), [((8, 12), 2), ((8, 8), 4), ((6, 4), 1)])
+def test_depthwise_kernel_at_an_origin(size: tuple[int, int], stride: int) -> None:
+    """Outputs and gradients are those of tokens rolled there, of each sample at its own place."""
+    x, weight = torch.randn(3, *size, 40, requires_grad=True), torch.randn(3, 3, 40, requires_grad=True)
+    origin = torch.tensor([[0, 1], [stride, size[1] - 1], [size[0] - 1, 0]])
+    upstream = torch.randn(3, size[0] // stride, size[1] // stride, 40)
+    results = []
+    for f in (depthwise, plain_depthwise):
+        out = f(x, weight, stride, True, origin)
+        results.append([out, *torch.autograd.grad(out, [x, weight], upstream)])
+    for fast, plain in zip(*results, strict=True):
+        assert torch.allclose(fast, plain, atol=1e-4, rtol=1e-5)
+
+
+@interpreted
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(("name", "calls"), [("cvt_micro", 12), ("mvitv2_micro", 15)])
 def test_models_use_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str, calls: int, adaptive: bool) -> None:

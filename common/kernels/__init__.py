@@ -4,13 +4,22 @@ from .base import AVAILABLE, INTERPRETED, product_dtype, usable
 from .canonical import canonical_offset, fits_canonical_kernel
 from .depthwise import depthwise, fits_depthwise_kernel, plain_depthwise
 from .merging import fits_merge_kernel, rolled_merge
-from .patches import fits_image_windows, image_windows
+from .patches import (
+    all_phases,
+    fits_image_phases,
+    fits_image_tokens,
+    fits_image_windows,
+    image_phases,
+    image_tokens,
+    image_windows,
+    in_pieces,
+)
+from .rolling import fits_roll_kernel, rolled
 from .scores import (
     best_phase,
     best_window,
     fits_token_kernel,
     fits_window_scores,
-    image_moments,
     token_energies,
     token_moments,
     window_energies,
@@ -20,21 +29,28 @@ from .windows import fits_window_kernel, window_attention
 __all__ = [
     "AVAILABLE",
     "INTERPRETED",
+    "all_phases",
     "best_phase",
     "best_window",
     "canonical_offset",
     "depthwise",
     "fits_canonical_kernel",
     "fits_depthwise_kernel",
+    "fits_image_phases",
+    "fits_image_tokens",
     "fits_image_windows",
     "fits_merge_kernel",
+    "fits_roll_kernel",
     "fits_token_kernel",
     "fits_window_kernel",
     "fits_window_scores",
-    "image_moments",
+    "image_phases",
+    "image_tokens",
     "image_windows",
+    "in_pieces",
     "plain_depthwise",
     "product_dtype",
+    "rolled",
     "rolled_merge",
     "token_energies",
     "token_moments",

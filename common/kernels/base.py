@@ -2,20 +2,24 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.library import wrap_triton
+from torch import Tensor, nn
+from torch.library import triton_op, wrap_triton
 
 try:
-    import triton  # noqa: F401
+    import triton
+    import triton.language as tl
 except ImportError:  # no Triton: the torch forms do everything
     AVAILABLE = False
 else:
     AVAILABLE = True
 
-__all__ = ["AVAILABLE", "ENABLED", "INTERPRETED", "launch", "power", "product_dtype", "usable"]
+__all__ = ["AVAILABLE", "ENABLED", "INTERPRETED", "launch", "operator", "power", "product_dtype", "usable"]
+
+Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ENABLED = True  # False: the torch forms everywhere, to compare with
@@ -26,8 +30,33 @@ def usable(x: Tensor) -> bool:
     return AVAILABLE and ENABLED and (x.is_cuda or INTERPRETED)
 
 
+def operator(name: str) -> Callable[[Launcher], Launcher]:
+    """Make a function that launches kernels an operator, which autograd and compilers know by ``name``.
+
+    Where neither is at work the function itself is called: an operator's way through torch takes longer than many
+    kernels run.
+    """
+
+    def register(function: Launcher) -> Launcher:
+        known = triton_op(name, mutates_args={})(function)
+
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            direct = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _real(args)
+            return function(*args) if direct else known(*args)
+
+        return call  # type: ignore[return-value]
+
+    return register
+
+
+def _real(args: tuple) -> bool:
+    """Whether these are tensors with data, not what stands for them while a graph is recorded."""
+    return all(type(a) in (Tensor, nn.Parameter) for a in args if isinstance(a, Tensor))
+
+
 def launch(kernel: Any, grid: Callable | tuple, *args: Any, **constants: Any) -> None:
-    (kernel if INTERPRETED else wrap_triton(kernel))[grid](*args, **constants)
+    (kernel if INTERPRETED or _real(args) else wrap_triton(kernel))[grid](*args, **constants)
 
 
 def power(n: int) -> int:
@@ -40,3 +69,12 @@ def product_dtype(x: Tensor) -> torch.dtype:
     kind = x.device.type
     cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if cast else x.dtype
+
+
+if AVAILABLE:
+
+    @triton.jit
+    def around(n, side):
+        """Where n in [-side, 2 side) is on the torus: cheaper than a remainder."""
+        n = tl.where(n < 0, n + side, n)
+        return tl.where(n >= side, n - side, n)

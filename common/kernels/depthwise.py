@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import register_autograd, triton_op
+from torch.library import register_autograd
 
-from ..shifts import circular_pad
-from .base import AVAILABLE, launch, product_dtype, usable
+from .. import shifts
+from .base import AVAILABLE, launch, operator, product_dtype, usable
 
 if AVAILABLE:
     import triton
@@ -21,8 +21,9 @@ __all__ = ["depthwise", "fits_depthwise_kernel", "plain_depthwise"]
 PROGRAMS = 2048  # of a backward pass: enough to fill a GPU, and each leaves one sum per weight
 
 
-def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool) -> Tensor:
-    """Depthwise convolution of tokens, padded by k // 2 with zeros or (``circular``) with the opposite side.
+def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Tensor | None = None) -> Tensor:
+    """Depthwise convolution of tokens, padded by k // 2 with zeros or (``circular``) with the opposite side. With
+    ``origin`` (B, 2) in [0, side), the first output of a sample is there: nothing has to be rolled for it.
 
     Like ``F.conv2d``, it computes in autocast's dtype where autocast is on.
 
@@ -30,15 +31,16 @@ def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool) -> Tensor:
     """
     x = x.to(product_dtype(x))
     if fits_depthwise_kernel(x, weight):
-        return depthwise_kernel(x, weight.float().contiguous(), stride, circular)
-    return plain_depthwise(x, weight, stride, circular)
+        return depthwise_kernel(x, weight.float().contiguous(), origin, stride, circular)
+    return plain_depthwise(x, weight, stride, circular, origin)
 
 
-def plain_depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool) -> Tensor:
+def plain_depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Tensor | None = None) -> Tensor:
     """``depthwise`` by ``F.conv2d``: the reference of the kernel, and what runs where it does not."""
+    x = x if origin is None else shifts.roll(x, origin, (1, 2), within=True)
     x, pad = x.permute(0, 3, 1, 2), weight.shape[0] // 2
     if circular:
-        x, pad = circular_pad(x, (pad, pad, pad, pad)), 0
+        x, pad = shifts.circular_pad(x, (pad, pad, pad, pad)), 0
     kernel = weight.to(x.dtype).permute(2, 0, 1)[:, None]  # C, 1, k, k
     return F.conv2d(x, kernel, stride=stride, padding=pad, groups=x.shape[1]).permute(0, 2, 3, 1)
 
@@ -60,10 +62,10 @@ if AVAILABLE:
         return image.to(tl.int64), band % (rows // BAND) * BAND + t % BAND, t // BAND % columns
 
     @triton.jit
-    def _source(p, i, side, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, BACK: tl.constexpr):
+    def _source(p, i, start, side, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, BACK: tl.constexpr):
         """Along one axis, the token that tap ``i`` of output p reads; ``BACK``: the output that reads token p by that
-        tap. And whether there is one."""
-        n = p + 1 - i if BACK else p * STRIDE + i - 1
+        tap. And whether there is one. The first output is at ``start``."""
+        n = p + 1 - i - start if BACK else p * STRIDE + i - 1 + start
         if CIRCULAR:
             n = tl.where(n < 0, n + side, n)
             n = tl.where(n >= side, n - side, n)
@@ -74,19 +76,23 @@ if AVAILABLE:
         return n, there
 
     @triton.jit
-    def _depthwise_forward(x, weight, out, height, width, rows, columns, count, stride_b, stride_h, stride_w,
-                           STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, CHANNELS: tl.constexpr, BAND: tl.constexpr,
-                           C: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    def _depthwise_forward(x, weight, origin, out, height, width, rows, columns, count, stride_b, stride_h, stride_w,
+                           STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr, CHANNELS: tl.constexpr,
+                           BAND: tl.constexpr, C: tl.constexpr, T: tl.constexpr):  # fmt: skip
         BLOCKS: tl.constexpr = (CHANNELS + C - 1) // C
         t = tl.program_id(0) // BLOCKS * T + tl.arange(0, T)
         c = tl.program_id(0) % BLOCKS * C + tl.arange(0, C)
         image, h, w = _grid(t, rows, columns, BAND)
+        top, left = 0, 0
+        if PLACED:
+            top = tl.load(origin + 2 * image, t < count, 0).to(tl.int32)
+            left = tl.load(origin + 2 * image + 1, t < count, 0).to(tl.int32)
         channels = (c < CHANNELS)[None, :]
         total = tl.zeros([T, C], tl.float32)
         for i in range(3):  # not unrolled: a row of neighbours at a time is enough in flight
-            y, in_rows = _source(h, i, height, STRIDE, CIRCULAR, False)
+            y, in_rows = _source(h, i, top, height, STRIDE, CIRCULAR, False)
             for j in tl.static_range(3):
-                z, in_columns = _source(w, j, width, STRIDE, CIRCULAR, False)
+                z, in_columns = _source(w, j, left, width, STRIDE, CIRCULAR, False)
                 place = image * stride_b + y * stride_h + z * stride_w
                 keep = (t < count) & in_rows & in_columns
                 value = tl.load(x + place[:, None] + c[None, :], keep[:, None] & channels, 0.0)
@@ -103,9 +109,9 @@ if AVAILABLE:
         return tl.load(grad + place[:, None] + c[None, :], keep, 0.0).to(tl.float32)
 
     @triton.jit
-    def _depthwise_backward(x, weight, grad, grad_x, grad_weight, height, width, rows, columns, count, stride_b,
-                            stride_h, stride_w, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, CHANNELS: tl.constexpr,
-                            BAND: tl.constexpr, C: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    def _depthwise_backward(x, weight, origin, grad, grad_x, grad_weight, height, width, rows, columns, count, stride_b,
+                            stride_h, stride_w, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr,
+                            CHANNELS: tl.constexpr, BAND: tl.constexpr, C: tl.constexpr, T: tl.constexpr):  # fmt: skip
         """Both gradients from one read: token p and the outputs g_ij that read it by tap (i, j) give
         dx[p] = sum_ij w_ij g_ij and dw_ij = sum_p x[p] g_ij."""
         BLOCKS: tl.constexpr = (CHANNELS + C - 1) // C
@@ -129,13 +135,17 @@ if AVAILABLE:
             keep = (t < count)[:, None] & channels[None, :]
             place = image * stride_b + h * stride_h + w * stride_w
             value = tl.load(x + place[:, None] + c[None, :], keep, 0.0).to(tl.float32)
-            y0, up = _source(h, 0, height, STRIDE, CIRCULAR, True)
-            y1, middle = _source(h, 1, height, STRIDE, CIRCULAR, True)
-            y2, down = _source(h, 2, height, STRIDE, CIRCULAR, True)
+            top, first = 0, 0
+            if PLACED:
+                top = tl.load(origin + 2 * image, t < count, 0).to(tl.int32)
+                first = tl.load(origin + 2 * image + 1, t < count, 0).to(tl.int32)
+            y0, up = _source(h, 0, top, height, STRIDE, CIRCULAR, True)
+            y1, middle = _source(h, 1, top, height, STRIDE, CIRCULAR, True)
+            y2, down = _source(h, 2, top, height, STRIDE, CIRCULAR, True)
             up, middle, down = up & (t < count), middle & (t < count), down & (t < count)
-            z0, left = _source(w, 0, width, STRIDE, CIRCULAR, True)
-            z1, centre = _source(w, 1, width, STRIDE, CIRCULAR, True)
-            z2, right = _source(w, 2, width, STRIDE, CIRCULAR, True)
+            z0, left = _source(w, 0, first, width, STRIDE, CIRCULAR, True)
+            z1, centre = _source(w, 1, first, width, STRIDE, CIRCULAR, True)
+            z2, right = _source(w, 2, first, width, STRIDE, CIRCULAR, True)
             g = _tap(grad, image, y0, up, z0, left, c, rows, columns, CHANNELS)
             total, s00 = g * w00, s00 + g * value
             g = _tap(grad, image, y0, up, z1, centre, c, rows, columns, CHANNELS)
@@ -168,31 +178,34 @@ if AVAILABLE:
         tl.store(target + 8 * CHANNELS, tl.sum(s22, 0), channels)
 
 
-@triton_op("shift_vits::depthwise", mutates_args={})
-def depthwise_kernel(x: Tensor, weight: Tensor, stride: int, circular: bool) -> Tensor:
+@operator("shift_vits::depthwise")
+def depthwise_kernel(x: Tensor, weight: Tensor, origin: Tensor | None, stride: int, circular: bool) -> Tensor:
     """``depthwise`` in one pass; weight (3, 3, C) in float32, contiguous."""
     b, h, w, channels = x.shape
     rows, columns = -(-h // stride), -(-w // stride)
     out = torch.empty((b, rows, columns, channels), dtype=x.dtype, device=x.device)
     block, tile = _tile(x, vectors=2)
     count = b * rows * columns
-    launch(_depthwise_forward, (-(-count // tile) * -(-channels // block),), x, weight, out, h, w, rows, columns, count,
-           x.stride(0), x.stride(1), x.stride(2), STRIDE=stride, CIRCULAR=circular, CHANNELS=channels,
-           BAND=math.gcd(rows, 4), C=block, T=tile, num_warps=4)  # fmt: skip
+    launch(_depthwise_forward, (-(-count // tile) * -(-channels // block),), x, weight,
+           weight if origin is None else origin, out, h, w, rows, columns, count, x.stride(0), x.stride(1), x.stride(2),
+           STRIDE=stride, CIRCULAR=circular, PLACED=origin is not None, CHANNELS=channels, BAND=math.gcd(rows, 4),
+           C=block, T=tile, num_warps=4)  # fmt: skip
     return out
 
 
-@triton_op("shift_vits::depthwise_backward", mutates_args={})
-def depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, stride: int, circular: bool) -> tuple[Tensor, Tensor]:
+@operator("shift_vits::depthwise_backward")
+def depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, origin: Tensor | None, stride: int,
+                       circular: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
     b, h, w, channels = x.shape
     block, tile = _tile(x, vectors=1)
     blocks, count = -(-channels // block), b * h * w
     parts = min(-(-count // tile), max(1, PROGRAMS // blocks))
     grad_x = torch.empty((b, h, w, channels), dtype=x.dtype, device=x.device)
     grad_weight = torch.empty((parts, 3, 3, channels), dtype=torch.float32, device=x.device)
-    launch(_depthwise_backward, (parts * blocks,), x, weight, grad, grad_x, grad_weight, h, w, grad.shape[1],
-           grad.shape[2], count, x.stride(0), x.stride(1), x.stride(2), STRIDE=stride, CIRCULAR=circular,
-           CHANNELS=channels, BAND=math.gcd(h, 4), C=block, T=tile, num_warps=4, num_stages=1)  # fmt: skip
+    launch(_depthwise_backward, (parts * blocks,), x, weight, weight if origin is None else origin, grad, grad_x,
+           grad_weight, h, w, grad.shape[1], grad.shape[2], count, x.stride(0), x.stride(1), x.stride(2), STRIDE=stride,
+           CIRCULAR=circular, PLACED=origin is not None, CHANNELS=channels, BAND=math.gcd(h, 4), C=block, T=tile,
+           num_warps=4, num_stages=1)  # fmt: skip
     return grad_x, grad_weight.sum(0)
 
 
@@ -204,12 +217,14 @@ def _tile(x: Tensor, vectors: int) -> tuple[int, int]:
 
 
 def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, weight, *ctx.settings = inputs
-    ctx.save_for_backward(x, weight)
+    x, weight, origin, *ctx.settings = inputs
+    ctx.save_for_backward(x, weight, *([] if origin is None else [origin]))
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple:
-    return *depthwise_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.settings), None, None
+    x, weight, *origin = ctx.saved_tensors
+    grads = depthwise_backward(grad.contiguous(), x, weight, origin[0] if origin else None, *ctx.settings)
+    return *grads, None, None, None
 
 
 register_autograd("shift_vits::depthwise", _backward, setup_context=_remember)

@@ -2,7 +2,6 @@
 writing any of them out.
 
 - ``token_energies``: of a small convolution of tokens, from the product of each token with all taps.
-- ``image_moments``: of the outputs of a convolution at all phases of an image's cells.
 - ``best_phase``: the offset of the largest score, from partial sums of either.
 - ``window_energies``: squared means of windows, at every phase of their rows and every first column.
 - ``best_window``: the offset of the best partition, from these.
@@ -11,24 +10,24 @@ writing any of them out.
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
-from .base import AVAILABLE, launch, power, usable
+from .base import AVAILABLE, launch, operator, power, usable
 
 if AVAILABLE:
     import triton
     import triton.language as tl
 
-__all__ = ["best_phase", "best_window", "fits_token_kernel", "fits_window_scores", "image_moments", "token_energies",
+__all__ = ["best_phase", "best_window", "fits_token_kernel", "fits_window_scores", "token_energies",
            "token_moments", "window_energies"]  # fmt: skip
 
 STRIP = 8  # rows that one program takes; fewer for a few images, which would leave most of a device idle
 
 
 def fits_token_kernel(x: Tensor, weight: Tensor, stride: tuple[int, int]) -> bool:
-    """Whether ``token_energies`` takes these: 16 channels or more, 16-64 outputs, a 2 x 2 or 3 x 3 kernel."""
+    """Whether ``token_energies`` takes these: 16 channels or more, 4-64 outputs, a 2 x 2 or 3 x 3 kernel."""
     r, channels, kh, kw = weight.shape
-    fits = channels == x.shape[1] >= 16 and r in (16, 32, 64) and kh == kw in (2, 3) and stride in ((2, 2), (4, 4))
+    small = kh == kw in (2, 3) and stride in ((2, 2), (4, 4))
+    fits = channels == x.shape[1] >= 16 and r in (4, 8, 16, 32, 64) and small
     whole = all(side % s == 0 for side, s in zip(x.shape[2:], stride, strict=True))
     return usable(x) and x.dtype != torch.float64 and fits and whole
 
@@ -58,12 +57,12 @@ if AVAILABLE:
     @triton.jit
     def _token_energies(y, bias, wave, colsum, sums, squares, out, channels, height, width, sm, SIDE: tl.constexpr,
                         PAD: tl.constexpr, STRIDE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, R: tl.constexpr,
-                        ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                        WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
         """A strip of rows: energy and direction of a convolution at every position, summed per phase."""
         image, strip, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         n, phase = tl.arange(0, R), tl.arange(0, STRIDE)
         w = block * BLOCK + tl.arange(0, BLOCK)
-        base = y + image.to(tl.int64) * height * width * (SIDE * SIDE * R)
+        base = y + image.to(tl.int64) * height * width * WIDE
         add, toward = tl.load(bias + n), tl.load(wave + n) * (2.0 / R) ** 0.5
         energies = tl.zeros([STRIDE, BLOCK], tl.float32)
         directions = tl.zeros([STRIDE, BLOCK], tl.float32)
@@ -74,7 +73,7 @@ if AVAILABLE:
             for tap in tl.static_range(SIDE * SIDE):  # each product of a token with a tap is read once
                 row = (h + (tap // SIDE - PAD) + height) % height
                 column = (w + (tap % SIDE - PAD) + width) % width
-                place = base + (row * width + column)[:, None] * (SIDE * SIDE * R) + tap * R + n[None, :]
+                place = base + (row * width + column)[:, None] * WIDE + tap * R + n[None, :]
                 t += tl.load(place, valid[:, None], 0.0).to(tl.float32)
             if NORM:
                 mean = tl.zeros([BLOCK], tl.float32)
@@ -96,22 +95,6 @@ if AVAILABLE:
             here = (w % STRIDE == b)[None, :]
             tl.store(place + b, tl.sum(tl.where(here, energies, 0.0), 1))
             tl.store(place + STRIDE * STRIDE + b, tl.sum(tl.where(here, directions, 0.0), 1))
-
-    @triton.jit
-    def _image_moments(y, out, cells, N: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-        """Squares and sums of N outputs over a part of an image's cells."""
-        image, part, n = tl.program_id(0), tl.program_id(1), tl.arange(0, N)
-        squares = tl.zeros([N], tl.float32)
-        sums = tl.zeros([N], tl.float32)
-        for step in range(STEPS):
-            i = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
-            place = y + (image.to(tl.int64) * cells + i)[:, None] * N + n[None, :]
-            t = tl.load(place, (i < cells)[:, None], 0.0).to(tl.float32)
-            squares += tl.sum(t * t, 0)
-            sums += tl.sum(t, 0)
-        place = out + (image * tl.num_programs(1) + part) * 2 * N + n
-        tl.store(place, squares)
-        tl.store(place + N, sums)
 
     @triton.jit
     def _best_phase(parts, wave, out, count, area, STRIDE: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr,
@@ -170,18 +153,18 @@ if AVAILABLE:
         tl.store(out + 2 * image + 1, (best % WW).to(tl.int64))
 
 
-@triton_op("shift_vits::token_energies", mutates_args={})
+@operator("shift_vits::token_energies")
 def token_energies(y: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
                    squares: Tensor | None, channels: int, side: int, padding: int, stride: int,
                    eps: float) -> Tensor:  # fmt: skip
     """Energy |t|^2 and direction <t, wave> sqrt(2 / r) of a convolution's output t at every position, per phase.
 
-    t is the sum of ``side`` x ``side`` neighbours' products with their taps, plus ``bias``. With ``colsum`` the
+    t is the sum of ``side`` x ``side`` neighbours' products with their taps, plus ``bias`` (r,). With ``colsum`` the
     convolved patch is normalised first, t = (t - mean colsum) / std + bias, by the ``sums`` over the ``channels`` of
     each token and of its ``squares`` (then without padding).
 
-    Shapes: y (B, H, W, side side r), taps in rows, contiguous; bias, wave and colsum (r,); sums and squares (B, H, W),
-    float32, equal strides -> (B, parts, 2, stride, stride), to be summed over the parts.
+    Shapes: y (B, H, W, side side r or more), taps in rows, contiguous; bias, wave and colsum (r,); sums and squares
+    (B, H, W), float32, equal strides -> (B, parts, 2, stride, stride), to be summed over the parts.
     """
     b, h, w, n = y.shape
     strip, block = _strip(b, h, stride), max(2, min(64, power(w)))
@@ -189,40 +172,27 @@ def token_energies(y: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None,
     out = torch.empty((b, grid[1] * grid[2], 2, stride, stride), dtype=torch.float32, device=y.device)
     norm = [bias if tensor is None else tensor for tensor in (colsum, sums, squares)]
     launch(_token_energies, grid, y, bias, wave, *norm, out, channels, h, w, 0 if sums is None else sums.stride(0),
-           SIDE=side, PAD=padding, STRIDE=stride, NORM=colsum is not None, EPS=eps, R=n // side**2, ROWS=strip,
+           SIDE=side, PAD=padding, STRIDE=stride, NORM=colsum is not None, EPS=eps, R=bias.shape[0], WIDE=n, ROWS=strip,
            BLOCK=block, num_warps=4)  # fmt: skip
     return out
 
 
-@triton_op("shift_vits::image_moments", mutates_args={})
-def image_moments(y: Tensor) -> Tensor:
-    """Sums over the cells of images of their outputs' squares, and of themselves: y (B, H, W, n), contiguous, n a power
-    of two -> (B, parts, 2, n), to be summed over the parts."""
-    b, h, w, n = y.shape
-    block = max(2, min(64, power(h * w)))
-    steps = 4 if b * h * w >= 1024 * block else 1
-    parts = -(-h * w // (block * steps))
-    out = torch.empty((b, parts, 2, n), dtype=torch.float32, device=y.device)
-    launch(_image_moments, (b, parts), y, out, h * w, N=n, STEPS=steps, BLOCK=block, num_warps=4)
-    return out
-
-
-@triton_op("shift_vits::best_phase", mutates_args={})
+@operator("shift_vits::best_phase")
 def best_phase(parts: Tensor, wave: Tensor, stride: int, area: int, signed: bool) -> Tensor:
     """Offsets (B, 2) of the largest score: energy or, ``signed``, energy + 0.01 rms direction; ``area`` is H W.
 
-    Shapes: parts (B, parts, 2, ...) from ``token_energies``, or from ``image_moments`` with phases before outputs
+    Shapes: parts (B, parts, 2, ...) from ``token_energies``, or from ``image_phases`` with phases before outputs
     (then ``wave`` (r,) weighs the sums, as there).
     """
     b, count = parts.shape[:2]
     r = parts[0, 0, 0].numel() // stride**2
     out = torch.empty((b, 2), dtype=torch.int64, device=parts.device)
     launch(_best_phase, (b,), parts, wave, out, count, area, STRIDE=stride, R=r, SIGNED=signed,
-           BLOCK=max(2, min(32, power(count))), num_warps=1)  # fmt: skip
+           BLOCK=max(2, min(64, power(count))), num_warps=1 if count <= 32 else 4)  # fmt: skip
     return out
 
 
-@triton_op("shift_vits::window_energies", mutates_args={})
+@operator("shift_vits::window_energies")
 def window_energies(strength: Tensor, taps: Tensor, window: list[int]) -> Tensor:
     """Squares of the windows' weighted means, summed over windows below each other: strength (B, H, W), taps (n,)
     -> (B, phase of the rows, first column W)."""
@@ -235,7 +205,7 @@ def window_energies(strength: Tensor, taps: Tensor, window: list[int]) -> Tensor
     return out
 
 
-@triton_op("shift_vits::best_window", mutates_args={})
+@operator("shift_vits::best_window")
 def best_window(energies: Tensor, window: list[int]) -> Tensor:
     """Offsets (B, 2) of the partition whose window means have the largest norm, from ``window_energies``."""
     b, _, w = energies.shape
@@ -245,7 +215,7 @@ def best_window(energies: Tensor, window: list[int]) -> Tensor:
     return out
 
 
-@triton_op("shift_vits::token_moments", mutates_args={})
+@operator("shift_vits::token_moments")
 def token_moments(x: Tensor, wave: Tensor) -> Tensor:
     """Sums over channels of each token, of its square, and of its product with ``wave``: (B, H, W, C), contiguous
     -> (B, 3, H, W), float32."""

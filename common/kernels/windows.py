@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import register_autograd, triton_op
+from torch.library import register_autograd
 
-from .base import AVAILABLE, INTERPRETED, launch, power, usable
+from .base import AVAILABLE, INTERPRETED, launch, operator, power, usable
 
 if AVAILABLE:
     import triton
@@ -27,19 +27,16 @@ def fits_window_kernel(qkv: Tensor, window: tuple[int, int]) -> bool:
 if AVAILABLE:
 
     @triton.jit
-    def _window_rows(index, t, origin, height, width, WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr,
-                     SW: tl.constexpr, PLACED: tl.constexpr):  # fmt: skip
-        """Tokens t of window ``index`` of a batch: their rows in the image, and a number per region of the mask."""
+    def _window_rows(index, t, top, left, height, width, WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr,
+                     SW: tl.constexpr):  # fmt: skip
+        """Tokens t of window ``index`` of a batch, whose images begin at ``top`` and ``left``: their rows in the image,
+        and a number per region of the mask."""
         across = width // WW
         windows = (height // WH) * across
         image, window = index // windows, index % windows
         h = (window // across) * WH + t // WW  # places in the image rolled by the shift
         w = (window % across) * WW + t % WW
-        top, left = h + SH, w + SW
-        if PLACED:
-            top += tl.load(origin + 2 * image).to(tl.int32)
-            left += tl.load(origin + 2 * image + 1).to(tl.int32)
-        row = image.to(tl.int64) * height * width + (top % height) * width + left % width
+        row = image.to(tl.int64) * height * width + ((h + SH + top) % height) * width + (w + SW + left) % width
         band_h = (h >= height - WH).to(tl.int32) + (h >= height - SH).to(tl.int32)
         band_w = (w >= width - WW).to(tl.int32) + (w >= width - SW).to(tl.int32)
         return row, 3 * band_h + band_w
@@ -68,7 +65,11 @@ if AVAILABLE:
                            T: tl.constexpr):  # fmt: skip
         N: tl.constexpr = WH * WW
         head, t, d = tl.program_id(1), tl.arange(0, T), tl.arange(0, D)
-        row, region = _window_rows(tl.program_id(0), t, origin, height, width, WH, WW, SH, SW, PLACED)
+        top, left = 0, 0
+        if PLACED:  # read here: of what a function reads, a compiler would think that the kernel may write to it
+            image = tl.program_id(0) // ((height // WH) * (width // WW))
+            top, left = tl.load(origin + 2 * image).to(tl.int32), tl.load(origin + 2 * image + 1).to(tl.int32)
+        row, region = _window_rows(tl.program_id(0), t, top, left, height, width, WH, WW, SH, SW)
         keep = (t < N)[:, None]
         place = qkv + row[:, None] * (3 * HEADS * D) + head * D + d[None, :]
         q, k, v = (tl.load(place, keep, 0.0), tl.load(place + HEADS * D, keep, 0.0),
@@ -96,7 +97,11 @@ if AVAILABLE:
         sum_bias = tl.zeros([T, T], tl.float32)
         sum_scale = tl.zeros([T], tl.float32)
         for index in range(part, count, tl.num_programs(0)):  # many windows, one sum: no atomics, the same bits always
-            row, region = _window_rows(index, t, origin, height, width, WH, WW, SH, SW, PLACED)
+            top, left = 0, 0
+            if PLACED:
+                image = index // ((height // WH) * (width // WW))
+                top, left = tl.load(origin + 2 * image).to(tl.int32), tl.load(origin + 2 * image + 1).to(tl.int32)
+            row, region = _window_rows(index, t, top, left, height, width, WH, WW, SH, SW)
             place = row[:, None] * (3 * HEADS * D) + head * D + d[None, :]
             q, k, v = (tl.load(qkv + place, keep, 0.0), tl.load(qkv + place + HEADS * D, keep, 0.0),
                        tl.load(qkv + place + 2 * HEADS * D, keep, 0.0))  # fmt: skip
@@ -126,7 +131,7 @@ if AVAILABLE:
         tl.store(grad_scale + target, tl.sum(sum_scale, 0))
 
 
-@triton_op("shift_vits::window_attention", mutates_args={})
+@operator("shift_vits::window_attention")
 def window_attention(qkv: Tensor, bias: Tensor, scale: Tensor | None, origin: Tensor | None, window: list[int],
                      shift: list[int], masked: bool) -> Tensor:  # fmt: skip
     """softmax(q k^T / sqrt(d) + bias) v inside the windows of an image rolled by ``-shift``, in the image's own order.
@@ -145,7 +150,7 @@ def window_attention(qkv: Tensor, bias: Tensor, scale: Tensor | None, origin: Te
     return out
 
 
-@triton_op("shift_vits::window_attention_backward", mutates_args={})
+@operator("shift_vits::window_attention_backward")
 def window_attention_backward(grad: Tensor, qkv: Tensor, bias: Tensor, scale: Tensor | None, origin: Tensor | None,
                               window: list[int], shift: list[int],
                               masked: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -177,7 +182,7 @@ def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple:
     saved = iter(ctx.saved_tensors)
-    tensors = [next(saved) if given else None for given in ctx.given]
+    tensors: Any = [next(saved) if given else None for given in ctx.given]
     grads = window_attention_backward(grad.contiguous(), *tensors, *ctx.settings)
     return grads[0], grads[1], grads[2] if ctx.given[2] else None, None, None, None, None
 

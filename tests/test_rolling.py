@@ -1,0 +1,162 @@
+"""Rolled and padded tokens: the kernel against its torch form. Without a GPU it runs in Triton's interpreter, which
+must be chosen before Triton is imported: so this file runs itself once more, in a process of its own.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, passes_in_the_interpreter, randomize
+from torch import Tensor
+
+from common import kernels
+from common.kernels import fits_roll_kernel, rolled
+from common.registry import create_model
+from common.shifts import circular_pad, roll
+from cvt.model import ConvEmbed
+
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_kernel_in_the_interpreter, in a child")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list:
+    module, kernels_launched = sys.modules["common.kernels.rolling"], []
+    launch = module.launch
+
+    def noted(kernel, *args, **constants) -> None:
+        kernels_launched.append(kernel)
+        launch(kernel, *args, **constants)
+
+    monkeypatch.setattr(module, "launch", noted)
+    return kernels_launched
+
+
+@pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
+def test_kernel_in_the_interpreter() -> None:
+    """What a GPU computes is what the readable code says."""
+    passes_in_the_interpreter(__file__)
+
+
+@pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
+@pytest.mark.parametrize("first", ["common.kernels", "common.shifts"])
+def test_either_may_be_imported_first(first: str) -> None:
+    """Rolls use kernels, and the torch form of a kernel uses shifts: no order of imports may break on that."""
+    code = f"import {first}; import common.kernels, common.shifts; common.kernels.rolled; common.shifts.roll"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def plain(x: Tensor, offset: Tensor, padding: int) -> Tensor:
+    x = torch.stack([t.roll((-h, -w), (0, 1)) for t, (h, w) in zip(x, offset.tolist(), strict=True)])
+    for dim, side in ((1, x.shape[1]), (2, x.shape[2])):
+        x = x.index_select(dim, torch.arange(-padding, side + padding) % side)
+    return x
+
+
+SIZES = [
+    ((8, 12), 64, 1, False),
+    ((8, 12), 32, 0, True),  # a slice of wider tokens, read in place
+    ((3, 70), 40, 1, True),  # several programs to a row
+    ((5, 3), 33, 0, False),  # nothing divides
+    ((3, 2), 160, 2, False),  # three copies of a column
+    ((1, 2), 16, 1, False),  # three copies of the only row
+    ((1, 1), 1, 1, False),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(("size", "channels", "padding", "sliced"), SIZES)
+def test_rolled(size: tuple[int, int], channels: int, padding: int, sliced: bool) -> None:
+    """Each token where it belongs, to the bit, and its gradient from everywhere it went to; offsets may be a whole
+    side, as an inverse roll has them."""
+    height, width = size
+    x = torch.randn(5, *size, 3 * channels if sliced else channels, requires_grad=True)
+    tokens = x[..., channels : 2 * channels] if sliced else x
+    offset = torch.tensor([[0, 0], [height - 1, width - 1], [height, width], [0, width], [height // 2, width // 2]])
+    assert fits_roll_kernel(tokens)
+    out, expected = rolled(tokens, offset, padding), plain(tokens, offset, padding)
+    assert out.is_contiguous()
+    assert torch.equal(out, expected)
+    upstream = torch.randn_like(expected)
+    (grad,), (wanted,) = (torch.autograd.grad(y, x, upstream) for y in (out, expected))
+    assert torch.allclose(grad, wanted, atol=1e-5)
+    assert padding or torch.equal(grad, wanted)
+
+
+@interpreted
+@pytest.mark.parametrize("padding", [0, 1])
+def test_gradient_of_the_gradient(padding: int) -> None:
+    x, offset = torch.randn(2, 3, 4, 8, requires_grad=True), torch.tensor([[1, 0], [2, 3]])
+
+    def twice(f) -> Tensor:
+        (grad,) = torch.autograd.grad(f(x, offset, padding).pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)[0]
+
+    assert torch.allclose(twice(rolled), twice(plain), rtol=1e-4)
+
+
+@interpreted
+def test_refuses_more_than_a_side() -> None:
+    with pytest.raises(ValueError, match="3x4 cannot be padded by 4"):
+        rolled(torch.zeros(1, 3, 4, 8), torch.zeros(1, 2, dtype=torch.long), 4)
+
+
+@interpreted
+def test_rolls_use_the_kernel(launched: list) -> None:
+    """Tokens roll by the kernel, whatever their offsets; images, float64 and other layouts as before."""
+    offset = torch.tensor([[1, 2], [-3, 50]])
+    x = torch.randn(2, 6, 10, 8)
+    assert torch.equal(roll(x, offset, (1, 2)), plain(x, offset, 0))
+    assert torch.equal(roll(x, offset % 6, (1, 2), within=True), plain(x, offset % 6, 0))
+    assert len(launched) == 2
+    roll(x, offset)
+    roll(x.double(), offset, (1, 2))
+    roll(x.permute(0, 2, 3, 1), offset, (1, 2))
+    assert len(launched) == 2
+
+
+@interpreted
+@pytest.mark.parametrize("placed", [False, True], ids=["at zero", "at its own origin"])
+def test_embedding_of_tokens(monkeypatch: pytest.MonkeyPatch, launched: list, placed: bool) -> None:
+    """CvT's later embeddings, rolled and padded at once, give the same tokens and gradients."""
+    embed = ConvEmbed(in_chans=24, dim=16, patch_size=3, stride=2, padding=1, padding_mode="circular")
+    x = torch.randn(2, 6, 8, 24, requires_grad=True)
+    offset = torch.tensor([[1, 0], [0, 1]]) if placed else None
+    inputs = [x, *embed.parameters()]
+
+    def run() -> list[Tensor]:
+        out = embed(x.permute(0, 3, 1, 2), offset)
+        return [out, *torch.autograd.grad(out.pow(3).sum(), inputs)]
+
+    fast = run()
+    assert len(launched) == 2  # forward and backward
+    monkeypatch.setattr(kernels.base, "ENABLED", False)
+    for got, wanted in zip(fast, run(), strict=True):
+        assert torch.allclose(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "settings", "calls"), [
+    ("cvt_micro", {"adaptive": True}, 2),  # the embeddings of tokens; keys and values begin where they are told
+    ("cvt_micro", {}, 0),
+    ("mvitv2_micro", {"adaptive": True}, 4),
+])  # fmt: skip
+def test_models_use_the_kernel(monkeypatch: pytest.MonkeyPatch, launched: list, name: str, settings: dict,
+                               calls: int) -> None:  # fmt: skip
+    """Every roll of tokens in an adaptive model is the kernel's, and its logits stay what they were."""
+    model, x = randomize(create_model(name, **settings)).eval(), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        fast = model(x)
+        assert len(launched) == calls
+        monkeypatch.setattr(kernels.base, "ENABLED", False)
+        assert torch.allclose(fast, model(x), atol=1e-5, rtol=1e-4)
+    assert len(launched) == calls
+
+
+def test_torch_form() -> None:
+    """What the kernel is measured by is what runs without it."""
+    x, offset = torch.randn(2, 5, 6, 3), torch.tensor([[4, 0], [1, 5]])
+    padded = circular_pad(roll(x, offset, (1, 2)).permute(0, 3, 1, 2), (1, 1, 1, 1)).permute(0, 2, 3, 1)
+    assert torch.equal(padded, plain(x, offset, 1))
+    assert kernels.INTERPRETED or not fits_roll_kernel(x)
+    assert not fits_roll_kernel(x.double())
