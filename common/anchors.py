@@ -12,13 +12,15 @@ all shifted copies are one array; otherwise scores are taken in float32 at least
 """
 
 import math
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kernels
 from .shifts import circular_pad, roll
@@ -30,13 +32,18 @@ __all__ = [
     "MergeAnchor",
     "Score",
     "Strided",
+    "TokenNorm",
     "WindowAnchor",
     "best_offset",
+    "kept",
     "phase_scores",
     "product",
     "token_energy",
     "whole",
 ]
+
+T = TypeVar("T")
+_KEPT = WeakTensorKeyDictionary()
 
 Score = Literal["signed", "energy"]
 """How a token counts: ``energy`` is the paper's squared norm; ``signed`` adds a little of one fixed direction, because
@@ -101,6 +108,25 @@ class Fold(NamedTuple):
     eps: float
 
 
+class TokenNorm(NamedTuple):
+    """A LayerNorm of each token before the convolution. It folds too: W LN(t) = W' t / std + W ``shift``, where W' is
+    W diag(``gain``) less its mean over channels, which leaves nothing of the mean of t.
+
+    ``moments`` (B, 3, H, W) are those of the tokens, where they are known already.
+    """
+
+    gain: Tensor
+    shift: Tensor
+    eps: float
+    moments: Tensor | None = None
+
+    def into(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """W' (r, C, k, k) and the constant (r,) for a convolution's weight and bias, on the torus."""
+        constant = (weight * self.shift.view(-1, 1, 1)).sum((1, 2, 3))
+        weight = weight * self.gain.view(-1, 1, 1)
+        return weight - weight.mean(1, keepdim=True), constant if bias is None else constant + bias
+
+
 class Anchor(nn.Module):
     """What anchors share: how tokens count, the sketch, the precision of scores."""
 
@@ -154,22 +180,27 @@ class Anchor(nn.Module):
         """Tokens in the precision they are scored in."""
         return x if fast or x.dtype == torch.float64 else x.float()
 
-    def choose(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None, fold: Fold | None = None,
-               fast: bool = False) -> Tensor:  # fmt: skip
+    def choose(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None,
+               fold: Fold | TokenNorm | None = None, fast: bool = False) -> Tensor:  # fmt: skip
         """(B, 2) offsets of the best phase of a strided convolution: see ``phases``."""
         if fast and kernels.fits_token_kernel(x, weight, conv.stride):
             parts = self._parts(x, weight, conv, bias, fold)
-            return kernels.best_phase(parts, self.wave, conv.stride[0], math.prod(x.shape[2:]), self.score == "signed")
+            return kernels.best_phase(parts, conv.stride[0], math.prod(x.shape[2:]), self.score == "signed")
         return best_offset(self.phases(x, weight, conv, bias, fold, fast))
 
-    def phases(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None, fold: Fold | None = None,
-               fast: bool = False) -> Tensor:  # fmt: skip
+    def phases(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None,
+               fold: Fold | TokenNorm | None = None, fast: bool = False) -> Tensor:  # fmt: skip
         """(B, s_h, s_w) score of each phase of a strided convolution of x (B, C, H, W), with ``weight`` (r, C, k, k) in
-        place of its own and, with ``fold``, of normalised patches."""
+        place of its own and, with ``fold``, of normalised patches or tokens."""
         if fast and kernels.fits_token_kernel(x, weight, conv.stride):
             energy, toward = self._parts(x, weight, conv, bias, fold).double().sum(1).unbind(1)
             rms = (energy.sum((1, 2), keepdim=True) / math.prod(x.shape[2:])).sqrt()
             return energy if self.score == "energy" else energy + 0.01 * rms * toward
+        if isinstance(fold, TokenNorm):
+            gain, shift = fold.gain.to(x), fold.shift.to(x)
+            x = F.layer_norm(x.permute(0, 2, 3, 1), gain.shape, gain, shift, fold.eps).permute(0, 3, 1, 2)
+            x, fold = x.to(kernels.product_dtype(x)), None
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         t = at_every_position(x, weight, conv, bias)
         t = t if t.dtype == torch.float64 else t.float()
         if fold is not None:
@@ -180,19 +211,33 @@ class Anchor(nn.Module):
             t = (t - mean * fold.sums.view(1, -1, 1, 1)) * inverse_std + fold.constant.view(1, -1, 1, 1)
         return phase_scores(token_energy(t, self.score, 1), conv.stride)
 
-    def _parts(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, fold: Fold | None) -> Tensor:
+    def _parts(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None,
+               fold: Fold | TokenNorm | None) -> Tensor:  # fmt: skip
         """Energy and direction per phase, by one product and one kernel: partial sums (B, parts, 2, s, s)."""
-        constant = bias if fold is None else fold.constant
-        constant = torch.zeros(len(weight), device=x.device) if constant is None else constant.float().contiguous()
-        taps = weight.permute(2, 3, 0, 1).reshape(-1, weight.shape[1])  # (row, column, output), channel
-        taps = F.pad(taps, (0, 0, 0, -len(taps) % 8)) if len(taps) % 8 else taps  # GPUs multiply in eights
-        y = F.linear(x.permute(0, 2, 3, 1), taps)  # every token by every tap, B, H, W, k k r
-        colsum, sums, squares, eps = None, None, None, 0.0
-        if fold is not None:
-            sums, squares, _ = self.moments(x.permute(0, 2, 3, 1))
+        tokens, channels = x.permute(0, 2, 3, 1), x.shape[1]
+        scale, colsum, sums, squares, eps = None, None, None, None, 0.0
+        norm = fold[:2] if isinstance(fold, TokenNorm) else ()
+        taps, bias = kept(lambda: self._taps(weight, bias, fold, x.dtype), x.dtype, weight, *norm)
+        if isinstance(fold, TokenNorm):
+            total, square, _ = self.moments(tokens) if fold.moments is None else fold.moments.unbind(1)
+            scale = (square / channels - (total / channels).square()).clamp_min(0).add(fold.eps).rsqrt()
+        elif fold is not None:
+            sums, squares, _ = self.moments(tokens)
             colsum, eps = fold.sums.float(), fold.eps
-        return kernels.token_energies(y, constant, self.wave, colsum, sums, squares, x.shape[1], conv.kernel[0],
+        y = F.linear(tokens, taps)  # every token by every tap, B, H, W, k k r
+        return kernels.token_energies(y, bias, self.wave, scale, colsum, sums, squares, channels, conv.kernel[0],
                                       conv.padding[0], conv.stride[0], eps)  # fmt: skip
+
+    def _taps(self, weight: Tensor, bias: Tensor | None, fold: Fold | TokenNorm | None,
+              dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Weights as (taps, C), a tap being a row, a column and an output, and what is added to the sum of all."""
+        if isinstance(fold, TokenNorm):
+            weight, bias = fold.into(weight, bias)
+        elif fold is not None:
+            bias = fold.constant
+        taps = weight.to(dtype).permute(2, 3, 0, 1).flatten(0, 2)
+        taps = F.pad(taps, (0, 0, 0, -len(taps) % 8)) if len(taps) % 8 else taps.clone()  # GPUs multiply in eights
+        return taps, torch.zeros(len(weight), device=weight.device) if bias is None else bias.float().contiguous()
 
     def extra_repr(self) -> str:
         return f"score={self.score!r}, sketch={self.sketch}"
@@ -203,6 +248,18 @@ def whole(parameter: Tensor) -> Tensor:
     (FSDP), for only its own module's forward finds it so."""
     parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     return parameter if parameter.dtype == torch.float64 else parameter.float()
+
+
+def kept(make: Callable[[], T], name: Hashable, *weights: Tensor) -> T:
+    """What is made of ``weights`` (new tensors: else they would hold themselves), kept with the first under a name
+    until one of them changes. Not while a graph is recorded: that is for the compiler to decide."""
+    if torch.compiler.is_compiling() or not all(type(w) in (Tensor, nn.Parameter) for w in weights):
+        return make()
+    state = [(w.data_ptr(), None if w.is_inference() else w._version) for w in weights]
+    known = _KEPT.setdefault(weights[0], {})
+    if name not in known or known[name][0] != state:
+        known[name] = state, make()
+    return known[name][1]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -230,23 +287,27 @@ class ConvAnchor(Anchor):
         """The best phase of x or, with ``at`` (B, 2) in [0, side), of x rolled there."""
         with self.precision(x, fast):
             x, strided = self.cast(x, fast), Strided.of(conv)
-            weight, bias = whole(conv.weight), None if conv.bias is None else whole(conv.bias)
-            if conv.groups == 1:
-                weight, bias = self.rows(weight), None if bias is None else self.rows(bias[:, None])[:, 0]
-            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+            weights = [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
+            weight, bias = kept(lambda: self._of_weights(conv, x.dtype), (self.sketch, x.dtype), *weights)
             if fast and kernels.fits_image_phases(x, weight, strided.stride[0]):
                 return self._of_image(x, weight, strided, bias, at)
             return self.choose(x if at is None else roll(x, at, within=True), weight, strided, bias, fast=fast)
+
+    def _of_weights(self, conv: nn.Conv2d, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of what is scored."""
+        weight, bias = whole(conv.weight), None if conv.bias is None else whole(conv.bias)
+        if conv.groups == 1:
+            weight, bias = self.rows(weight), None if bias is None else self.rows(bias[:, None])[:, 0]
+        return weight.to(dtype, copy=True), None if bias is None else bias.to(dtype, copy=True)
 
     def _of_image(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, at: Tensor | None) -> Tensor:
         """All phases at once, as one product of windows that hold them all, read where the image lies."""
         (stride, _), (k, _) = conv.stride, conv.kernel
         half = kernels.product_dtype(x)  # float32 is more than a choice needs
         half = torch.float16 if half == torch.float32 and not kernels.INTERPRETED else half
-        weights = kernels.in_pieces(kernels.all_phases(weight.to(half), stride))
-        bias = None if bias is None else bias.repeat(stride**2)
-        parts = kernels.image_phases(x, at, weights, bias, k + stride - 1, stride, conv.padding[0])
-        return kernels.best_phase(parts, self.wave, stride, math.prod(x.shape[2:]), self.score == "signed")
+        weights = kept(lambda: kernels.in_pieces(kernels.all_phases(weight.to(half), stride)), half, weight)
+        parts = kernels.image_phases(x, at, weights, bias, self.wave, k + stride - 1, stride, conv.padding[0])
+        return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), self.score == "signed")
 
 
 def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None) -> Tensor:
@@ -279,12 +340,17 @@ class MergeAnchor(Anchor):
     def offset(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None, fast: bool = False) -> Tensor:
         with self.precision(x, fast):
             x = self.cast(x, fast).permute(0, 3, 1, 2)  # B, C, H, W
-            channels = x.shape[1]
-            projection = self.rows(whole(reduction.weight))  # r, 4C
-            weight = projection if norm is None else projection * whole(norm.weight)
-            kernel = weight.view(-1, 2, 2, channels).permute(0, 3, 2, 1).to(x.dtype)  # r, C, row, column
-            fold = None if norm is None else Fold(weight.sum(1), (projection * whole(norm.bias)).sum(1), norm.eps)
+            weights = [reduction.weight] if norm is None else [reduction.weight, norm.weight, norm.bias]
+            kernel, fold = kept(lambda: self._of_weights(reduction, norm, x), (self.sketch, x.dtype), *weights)
             return self.choose(x, kernel, Strided((2, 2), (2, 2), (0, 0)), fold=fold, fast=fast)
+
+    def _of_weights(self, reduction: nn.Linear, norm: nn.LayerNorm | None, x: Tensor) -> tuple[Tensor, Fold | None]:
+        projection = self.rows(whole(reduction.weight))  # r, 4C
+        weight = projection if norm is None else projection * whole(norm.weight)
+        kernel = weight.view(-1, 2, 2, x.shape[1]).permute(0, 3, 2, 1).to(x.dtype, copy=True)  # r, C, row, column
+        if norm is None:
+            return kernel, None
+        return kernel, Fold(weight.sum(1), (projection * whole(norm.bias)).sum(1), norm.eps)
 
 
 class WindowAnchor(Anchor):

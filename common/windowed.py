@@ -3,9 +3,11 @@
 import math
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from . import kernels
 from .anchors import ConvAnchor, MergeAnchor, WindowAnchor
@@ -14,7 +16,7 @@ from .embedding import embed
 from .shifts import roll
 from .windows import shifted_window_mask, window_shift
 
-__all__ = ["ANCHORS", "PatchEmbed", "WindowedClassifier", "merge_patches"]
+__all__ = ["ANCHORS", "PatchEmbed", "WindowedClassifier", "merge_patches", "reduce_patches"]
 
 ANCHORS = ("token", "window", "merge")
 
@@ -48,6 +50,25 @@ def merge_patches(x: Tensor, offset: Tensor | None = None, norm: nn.LayerNorm | 
     b, h, w, c = x.shape
     x = x.view(b, h // 2, 2, w // 2, 2, c).permute(0, 1, 3, 4, 2, 5).flatten(3)
     return x if norm is None else norm(x)
+
+
+def reduce_patches(x: Tensor, offset: Tensor | None, norm: nn.LayerNorm | None, reduction: nn.Linear) -> Tensor:
+    """``reduction`` of ``merge_patches``: (B, H, W, C) -> (B, H/2, W/2, D). In inference one kernel, if it fits."""
+    dtype, weight = kernels.product_dtype(x), reduction.weight
+    plain = norm is None or (norm.elementwise_affine and x.dtype == dtype)  # a mean must not be rounded
+    plain = plain and reduction.bias is None and kernels.fits_merged_product(x, weight, dtype)
+    if offset is not None and kernels.usable(x) and torch.is_grad_enabled():  # patches are made again, not remembered
+        return checkpoint(lambda t: reduction(merge_patches(t, offset, norm)), x, use_reentrant=False,
+                          preserve_rng_state=False)  # fmt: skip
+    if offset is None or not plain:
+        return reduction(merge_patches(x, offset, norm))
+    if norm is None:
+        return kernels.merged_product(x.to(dtype), offset, weight, None, None, None, None, 0.0)
+    if torch.compiler.is_compiling():  # the anchor has these sums already, and the compiler finds them
+        sums, squares = x.float().sum(-1), x.float().square().sum(-1)
+    else:
+        sums, squares, _ = kernels.token_moments(x, norm.weight).unbind(1)
+    return kernels.merged_product(x, offset, weight, norm.weight, norm.bias, sums, squares, norm.eps)
 
 
 class WindowedClassifier(Classifier):

@@ -20,7 +20,7 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, whole
+from common.anchors import Anchor, ConvAnchor, Score, Strided, kept, whole
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
 from common.kernels import depthwise, fits_roll_kernel, product_dtype, rolled, usable
@@ -71,7 +71,8 @@ class KeyValueAnchor(Anchor):
             gain, shift = whole(norm.weight).to(x), whole(norm.bias).to(x)
             x = F.layer_norm(x, norm.normalized_shape, gain, shift, norm.eps).permute(0, 3, 1, 2)
             x = x.to(product_dtype(x)) if fast else x
-            kernel = self.depthwise_rows(whole(key.weight), whole(value.weight)).to(x.dtype)
+            kernel = kept(lambda: self.depthwise_rows(whole(key.weight), whole(value.weight)).to(x.dtype, copy=True),
+                          (self.sketch, x.dtype), key.weight, value.weight)  # fmt: skip
             return self.choose(x, kernel, Strided.of(key), fast=fast)
 
 

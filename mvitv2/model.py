@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, best_offset, product, whole
+from common.anchors import Anchor, ConvAnchor, Score, Strided, TokenNorm, best_offset, kept, product, whole
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
-from common.kernels import depthwise, product_dtype
+from common.kernels import depthwise, fits_rolled_norm, product_dtype, rolled_norm
 from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
 from common.shifts import roll
@@ -83,9 +83,11 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.proj = nn.Conv2d(in_chans, dim, kernel, stride, kernel // 2, padding_mode=padding_mode)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0)."""
-        return embed(self.proj, x, offset)[0]
+    def forward(self, x: Tensor, offset: Tensor | None = None,
+                wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0). With ``wave`` also the tokens'
+        moments, where they cost little: see ``embed``."""
+        return embed(self.proj, x, offset, wave=wave)
 
 
 class PoolingAttention(nn.Module):
@@ -175,8 +177,9 @@ class MViTv2Block(nn.Module):
         self.mlp = Mlp(out_dim, int(out_dim * mlp_ratio), act_layer=nn.GELU)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm1(x)
+    def forward(self, x: Tensor, normed: Tensor | None = None) -> Tensor:
+        """``normed`` is ``norm1`` of x, where it is known already."""
+        normed = self.norm1(x) if normed is None else normed
         skip = x if self.shortcut_proj_attn is None else self.shortcut_proj_attn(normed)
         x = self.pool_skip(skip) + self.drop_path(self.attn(normed))
         return x + self.drop_path(self.mlp(self.norm2(x)))
@@ -213,42 +216,52 @@ class PoolAnchor(Anchor):
     pooling are one convolution of the normalised tokens, with kernel P[o, i, j] W[o, c]. A pooling of stride s sees
     phase m of the block's modulus as m mod s.
 
-    Shapes: x (B, H, W, C) -> rolled x, offsets (B, 2) in [0, modulus).
+    Shapes: x (B, H, W, C) -> rolled x, ``norm1`` of it or None, offsets (B, 2) in [0, modulus).
     """
 
-    def forward(self, x: Tensor, block: MViTv2Block, fast: bool = False) -> tuple[Tensor, Tensor]:
-        offset = self.offset(x, block, fast)
-        return roll(x, offset, (1, 2), within=True), offset
+    def forward(self, x: Tensor, block: MViTv2Block, fast: bool = False,
+                moments: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        """Tokens are normalised for the block where a kernel does so as it rolls them. A block that projects its skip
+        reads no others, and gets these for x."""
+        offset, norm = self.offset(x, block, fast, moments), block.norm1
+        if not fits_rolled_norm(x):
+            return roll(x, offset, (1, 2), within=True), None, offset
+        both = block.shortcut_proj_attn is None
+        x, normed = rolled_norm(x, offset, whole(norm.weight), whole(norm.bias), norm.eps, product_dtype(x), both)
+        return x if both else normed, normed, offset
 
     @torch.no_grad()
-    def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False) -> Tensor:
-        norm, attn = block.norm1, block.attn
-        pools, dim = (attn.pool_q, attn.pool_k, attn.pool_v), attn.proj.in_features
+    def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False, moments: Tensor | None = None) -> Tensor:
+        """``moments`` (B, 3, H, W) are those of x, where they are known already."""
+        attn = block.attn
+        pools = (attn.pool_q, attn.pool_k, attn.pool_v)
         strides = sorted({Strided.of(pool).stride for pool in pools} - {(1, 1)})  # stride 1 has one phase: no choice
         with self.precision(x, fast):
-            x = self.cast(x, fast)
-            gain, shift = whole(norm.weight).to(x), whole(norm.bias).to(x)
-            x = F.layer_norm(x, norm.normalized_shape, gain, shift, norm.eps).permute(0, 3, 1, 2)
-            x = x.to(product_dtype(x)) if fast else x
+            x = self.cast(x, fast).permute(0, 3, 1, 2)
+            norm = TokenNorm(whole(block.norm1.weight), whole(block.norm1.bias), block.norm1.eps, moments)
             scores = []
             for stride in strides:
-                chosen = [i for i, pool in enumerate(pools) if pool.stride == stride]  # side by side: k strides as v
-                span = slice(chosen[0] * dim, (chosen[-1] + 1) * dim)
-                taps = torch.cat([whole(pools[i].weight)[:, 0].repeat(attn.num_heads, 1, 1) for i in chosen])
-                weight, bias = whole(attn.qkv.weight)[span], taps.sum((1, 2)) * whole(attn.qkv.bias)[span]
-                mixing = self.mixing(len(taps), taps)
-                if mixing is None:
-                    kernel = taps[:, None] * weight[..., None, None]  # D, C, 3, 3
-                else:
-                    mixed = mixing[..., None, None] * taps  # r, D, 3, 3
-                    kernel = product(mixed.permute(0, 2, 3, 1).flatten(0, 2), weight)  # (r, 3, 3), C
-                    kernel, bias = kernel.view(-1, 3, 3, kernel.shape[1]).permute(0, 3, 1, 2), (mixing * bias).sum(1)
-                kernel, bias = kernel.to(x.dtype), bias.to(x.dtype)
-                how = kernel, Strided.of(pools[1])._replace(stride=stride), bias
+                weights = attn.qkv.weight, attn.qkv.bias, *(pool.weight for pool in pools)
+                kernel, bias = kept(lambda: self._of_weights(attn, stride), (self.sketch, stride), *weights)  # noqa: B023
+                how = kernel, Strided.of(pools[1])._replace(stride=stride), bias, norm
                 if strides == [(block.modulus, block.modulus)]:
                     return self.choose(x, *how, fast=fast)
                 scores.append(self.phases(x, *how, fast=fast).tile([block.modulus // s for s in stride]))
             return best_offset(torch.stack(scores).sum(0))
+
+    def _of_weights(self, attn: PoolingAttention, stride: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Kernel (r, C, 3, 3) and bias (r,) of what is scored: projection and pooling at one stride."""
+        pools, dim = (attn.pool_q, attn.pool_k, attn.pool_v), attn.proj.in_features
+        chosen = [i for i, pool in enumerate(pools) if pool.stride == stride]  # side by side: k strides as v
+        span = slice(chosen[0] * dim, (chosen[-1] + 1) * dim)
+        taps = torch.cat([whole(pools[i].weight)[:, 0].repeat(attn.num_heads, 1, 1) for i in chosen])
+        weight, bias = whole(attn.qkv.weight)[span], taps.sum((1, 2)) * whole(attn.qkv.bias)[span]
+        mixing = self.mixing(len(taps), taps)
+        if mixing is None:
+            return taps[:, None] * weight[..., None, None], bias  # D, C, 3, 3
+        mixed = mixing[..., None, None] * taps  # r, D, 3, 3
+        kernel = product(mixed.permute(0, 2, 3, 1).flatten(0, 2), weight)  # (r, 3, 3), C
+        return kernel.view(-1, 3, 3, kernel.shape[1]).permute(0, 3, 1, 2), (mixing * bias).sum(1)
 
 
 class MViTv2(Classifier):
@@ -335,16 +348,18 @@ class MViTv2(Classifier):
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
-        x = self.patch_embed(x, offset if self.adaptive else None)
+        wave = self.pool_anchor.wave if self.pool_anchor is not None and self.canonical else None
+        x, moments = self.patch_embed(x, offset if self.adaptive else None, wave)
         stride = self.patch_embed.proj.stride[0]
         stages: Stages = []
         stage: Any
         for stage in self.stages[: last + 1]:
             for block in stage.blocks:
+                normed = None
                 if self.pool_anchor is not None and block.modulus > 1:
-                    x, o = self.pool_anchor(x, block, self.canonical)
+                    x, normed, o = self.pool_anchor(x, block, self.canonical, moments)
                     offset = offset + stride * o
-                x = self.run(block, x)
+                x, moments = self.run(block, x, normed), None
                 stride *= block.stride
             stages.append((x, offset))
         return stages, x

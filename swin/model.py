@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from common.anchors import MergeAnchor, Score
 from common.registry import defaults, register_model
-from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, merge_patches
+from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches
 from common.windows import attend_in_windows, in_whole_windows, relative_position_index
 
 
@@ -74,7 +74,7 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
 
     def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        return self.reduction(merge_patches(x, offset, self.norm))
+        return reduce_patches(x, offset, self.norm, self.reduction)
 
     def offset(self, anchor: MergeAnchor, x: Tensor, fast: bool) -> Tensor:
         return anchor.offset(x, self.reduction, self.norm, fast)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from common.anchors import MergeAnchor, Score
 from common.registry import defaults, register_model
-from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, merge_patches
+from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches
 from common.windows import attend_in_windows, in_whole_windows, relative_position_index
 
 
@@ -109,7 +109,7 @@ class PatchMerging(nn.Module):
         self.norm = nn.LayerNorm(out_dim)
 
     def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        return self.norm(self.reduction(merge_patches(x, offset)))
+        return self.norm(reduce_patches(x, offset, None, self.reduction))
 
     def offset(self, anchor: MergeAnchor, x: Tensor, fast: bool) -> Tensor:
         return anchor.offset(x, self.reduction, fast=fast)

@@ -1,5 +1,5 @@
-"""Patch merging at an offset: the kernel and its gradients against the torch form, in Triton's interpreter, which must
-be chosen before Triton is imported: so this file runs itself once more, in a process of its own.
+"""Patch merging at an offset: the kernels and their gradients against the torch form, in Triton's interpreter, which
+must be chosen before Triton is imported: so this file runs itself once more, in a process of its own.
 """
 
 import sys
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common import kernels
 from common.registry import create_model
-from common.windowed import merge_patches
+from common.windowed import merge_patches, reduce_patches
 
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a child")
 merging = sys.modules["common.kernels.merging"]
@@ -160,7 +160,8 @@ def test_models_learn_through_the_kernel(monkeypatch: pytest.MonkeyPatch, launch
         return [logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))]
 
     fast = run()
-    assert launched == ["_rolled_merge"] * merges + ["_rolled_merge_backward"] * merges
+    again = ["_rolled_merge", "_rolled_merge_backward"]  # patches are made again, not remembered
+    assert launched == ["_rolled_merge"] * merges + again * merges
     monkeypatch.setattr(kernels, "fits_merge_kernel", lambda x: False)  # the other kernels stay as they are
     for one, other in zip(fast, run(), strict=True):
         assert torch.allclose(one, other, atol=1e-4, rtol=1e-3)
@@ -187,3 +188,86 @@ def test_one_offset_for_all() -> None:
     out = kernels.rolled_merge(x, offset, None, None, 0.0, torch.float32)
     assert torch.equal(out, merge_patches(x.roll((-1, -2), (1, 2))))
     assert torch.equal(torch.autograd.grad(out, x, out.detach())[0], x)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["norm", "norm without bias", "no norm"])
+@pytest.mark.parametrize(("channels", "outputs"), [(96, 192), (20, 40), (32, 256), (16, 300), (20, 384)])
+@torch.no_grad()
+def test_merged_product(monkeypatch: pytest.MonkeyPatch, launched: list[str], channels: int, outputs: int,
+                        kind: str) -> None:  # fmt: skip
+    """Inference in one kernel gives what the three steps give: whole blocks and others, a block that begins inside an
+    image, every phase and whole turns less one, a mean far from zero."""
+    norm = None if kind == "no norm" else lively(nn.LayerNorm(4 * channels, bias=kind == "norm"))
+    reduction = nn.Linear(4 * channels, outputs, bias=False)
+    x = torch.randn(6, 14, 10, channels) + torch.tensor([0.0, 30.0, -30.0, 1.0, 3.0, 0.0]).view(6, 1, 1, 1)
+    offset = torch.tensor([*PHASES, (13, 9), (6, 9)])
+    ((fast, plain),) = both(monkeypatch, lambda: [reduce_patches(x, offset, norm, reduction)])
+    assert launched == ([] if norm is None else ["_fold", "_patch_moments"]) + ["_merged_product"]
+    assert torch.allclose(fast, plain, atol=2e-4, rtol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("normalised", [True, False])
+@torch.no_grad()
+def test_merged_product_in_half_precision(normalised: bool) -> None:
+    """Weights are rounded and so is the result; the mean, here twenty deviations, costs no precision beyond that."""
+    norm = lively(nn.LayerNorm(4 * 32)) if normalised else None
+    x, offset = (20 * normalised + torch.randn(2, 4, 6, 32)).half(), torch.tensor([(1, 3), (0, 4)])
+    weight = torch.randn(64, 128) / 128**0.5
+    gain, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+    sums, squares = (None, None) if norm is None else (x.float().sum(-1), x.float().square().sum(-1))
+    out = kernels.merged_product(x, offset, weight, gain, bias, sums, squares, 1e-5)
+    expected = merge_patches(x.double(), offset, None if norm is None else deepcopy(norm).double()) @ weight.double().T
+    assert out.dtype == torch.half
+    assert torch.allclose(out.double(), expected, atol=2e-3, rtol=1e-3)
+
+
+@interpreted
+@torch.no_grad()
+def test_merged_product_of_sums_that_lie_anywhere() -> None:
+    """Tokens' sums are parts of one tensor, or two tensors, or transposed: the same result to the bit."""
+    x, offset, weight = torch.randn(3, 4, 6, 16), torch.tensor([(1, 1), (0, 1), (3, 5)]), torch.randn(32, 64)
+    gain, both_sums = torch.randn(64), torch.stack([x.sum(-1), x.square().sum(-1)], 1)
+    sums, squares = both_sums.unbind(1)
+    out = kernels.merged_product(x, offset, weight, gain, None, sums, squares, 1e-5)
+    for total, square in [
+        (sums.contiguous(), squares), (sums.contiguous(), squares.contiguous()),
+        (sums.mT.contiguous().mT, squares.mT.contiguous().mT),
+    ]:  # fmt: skip
+        assert torch.equal(kernels.merged_product(x, offset, weight, gain, None, total, square, 1e-5), out)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["a_swin_micro", "a_swinv2_micro"])
+@torch.no_grad()
+def test_models_infer_through_the_merged_product(monkeypatch: pytest.MonkeyPatch, launched: list[str],
+                                                 name: str) -> None:  # fmt: skip
+    """Every merging of a model in inference is one product, and the logits are those of the separate steps."""
+    model: Any = create_model(name).eval()
+    x, merges = torch.randn(2, 3, 32, 32), len(model.layers) - 1
+    fast = model(x)
+    assert launched.count("_merged_product") == merges > 0
+    assert "_rolled_merge" not in launched
+    monkeypatch.setattr(kernels, "fits_merged_product", lambda x, weight, dtype: False)
+    assert torch.allclose(fast, model(x), atol=1e-4, rtol=1e-3)
+    assert launched.count("_rolled_merge") == merges
+
+
+@interpreted
+def test_what_the_merged_product_leaves_to_others() -> None:
+    """Gradients, more outputs than one reading of the patches serves, a reduction or a norm that is not plain."""
+    x, offset, norm = torch.randn(2, 4, 6, 8), torch.ones(2, 2, dtype=torch.long), nn.LayerNorm(32)
+    weight = torch.randn(16, 32)
+    assert not kernels.fits_merged_product(x, weight, x.dtype)  # gradients are on
+    learned = nn.Linear(32, 16, bias=False)
+    assert reduce_patches(x, offset, norm, learned).requires_grad
+    with torch.no_grad():
+        assert kernels.fits_merged_product(x, weight, x.dtype)
+        assert not kernels.fits_merged_product(x, torch.randn(513, 32), x.dtype)
+        assert not kernels.fits_merged_product(x.double(), weight.double(), torch.float64)
+        assert not kernels.fits_merged_product(x[:, :3], weight, x.dtype)
+        biased, plain = nn.Linear(32, 16), nn.LayerNorm(32, elementwise_affine=False)
+        for n, r in [(norm, biased), (plain, learned), (None, biased)]:
+            assert torch.equal(reduce_patches(x, offset, n, r), r(merge_patches(x, offset, n)))
+        assert torch.equal(reduce_patches(x, None, norm, learned), learned(merge_patches(x, None, norm)))

@@ -3,7 +3,7 @@
 from .base import AVAILABLE, INTERPRETED, product_dtype, usable
 from .canonical import canonical_offset, fits_canonical_kernel
 from .depthwise import depthwise, fits_depthwise_kernel, plain_depthwise
-from .merging import fits_merge_kernel, rolled_merge
+from .merging import fits_merge_kernel, fits_merged_product, merged_product, rolled_merge
 from .patches import (
     all_phases,
     fits_image_phases,
@@ -14,7 +14,7 @@ from .patches import (
     image_windows,
     in_pieces,
 )
-from .rolling import fits_roll_kernel, rolled
+from .rolling import fits_roll_kernel, fits_rolled_norm, rolled, rolled_norm
 from .scores import (
     best_phase,
     best_window,
@@ -40,7 +40,9 @@ __all__ = [
     "fits_image_tokens",
     "fits_image_windows",
     "fits_merge_kernel",
+    "fits_merged_product",
     "fits_roll_kernel",
+    "fits_rolled_norm",
     "fits_token_kernel",
     "fits_window_kernel",
     "fits_window_scores",
@@ -48,10 +50,12 @@ __all__ = [
     "image_tokens",
     "image_windows",
     "in_pieces",
+    "merged_product",
     "plain_depthwise",
     "product_dtype",
     "rolled",
     "rolled_merge",
+    "rolled_norm",
     "token_energies",
     "token_moments",
     "usable",

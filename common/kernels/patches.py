@@ -45,29 +45,29 @@ def fits_image_phases(x: Tensor, weight: Tensor, stride: int) -> bool:
 
 
 def pieces(size: int) -> tuple[int, int, int]:
-    """Columns of a window as a power of two, lines of a piece, and pieces: 16 or 32 places each, what units multiply
-    at once."""
-    columns = max(4, power(size))
-    lines = (16 if columns == 4 else 32) // columns
-    return columns, lines, -(-size // lines)
+    """Lines of a window in a piece, places of a piece (16 or 32, what units multiply at once), pieces of a window."""
+    places = 16 if size <= 4 else 32
+    lines = places // size
+    return lines, places, -(-size // lines)
 
 
 def in_pieces(weight: Tensor) -> Tensor:
-    """Weights (outputs, C, size, size) as (C pieces places, outputs), with zeros beyond the window."""
+    """Weights (outputs, C, size, size) as (C pieces places, outputs), with zeros where a piece ends beyond the
+    window."""
     size = weight.shape[-1]
-    columns, lines, count = pieces(size)
-    weight = F.pad(weight, (0, columns - size, 0, count * lines - size))
-    return weight.permute(1, 2, 3, 0).flatten(0, 2).contiguous()
+    lines, places, count = pieces(size)
+    weight = F.pad(weight, (0, 0, 0, count * lines - size)).unflatten(2, (count, lines)).flatten(3)
+    return F.pad(weight, (0, places - lines * size)).permute(1, 2, 3, 0).flatten(0, 2).contiguous()
 
 
 def all_phases(weight: Tensor, stride: int) -> Tensor:
-    """A kernel (r, C, k, k) at each phase of its stride s, in windows of k + s - 1: (s s r, C, window, window)."""
+    """A kernel (r, C, k, k) at each phase of its stride s, in windows of k + s - 1: (r s s, C, window, window)."""
     k = weight.shape[-1]
     tap = torch.arange(k + stride - 1, device=weight.device) - torch.arange(stride, device=weight.device)[:, None]
     inside, tap = (tap >= 0) & (tap < k), tap.clamp(0, k - 1)  # phase, place in the window
     moved = weight[:, :, tap[:, None, :, None], tap[None, :, None, :]]  # r, C, s, s, window, window
     moved = moved * (inside[:, None, :, None] & inside[None, :, None, :])
-    return moved.permute(2, 3, 0, 1, 4, 5).flatten(0, 2)
+    return moved.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
 
 
 if AVAILABLE:
@@ -100,34 +100,44 @@ if AVAILABLE:
         return row, column
 
     @triton.jit
+    def _piece(base, column, keep, i, step, down, height, sc, sh, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+               PAD: tl.constexpr, CIRCULAR: tl.constexpr, LINES: tl.constexpr, PLACES: tl.constexpr,
+               PIECES: tl.constexpr):  # fmt: skip
+        """A few lines of one channel of the windows of row i: (BLOCK, PLACES). What is beyond a window has no weight
+        and needs no mask: on the torus there is always a pixel."""
+        row = i * STRIDE - PAD + step % PIECES * LINES + tl.arange(0, PLACES) // SIZE
+        place = step // PIECES * sc + around(around(row, height) + down, height) * sh
+        if CIRCULAR:
+            value = tl.load(base + (place[None, :] + column))
+        else:
+            value = tl.load(base + (place[None, :] + column), keep & ((row >= 0) & (row < height))[None, :], 0.0)
+        return value
+
+    @triton.jit
     def _convolve(x, weights, image, i, j, down, right, height, width, sb, sc, sh, sw, SIZE: tl.constexpr,
                   STRIDE: tl.constexpr, PAD: tl.constexpr, CIRCULAR: tl.constexpr, CHANNELS: tl.constexpr,
-                  COLUMNS: tl.constexpr, LINES: tl.constexpr, PIECES: tl.constexpr, OUTPUTS: tl.constexpr,
+                  LINES: tl.constexpr, PLACES: tl.constexpr, PIECES: tl.constexpr, OUTPUTS: tl.constexpr,
                   N: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
         """The convolution at cells j of row i: (BLOCK, N), in float32."""
-        k, n = tl.arange(0, LINES * COLUMNS), tl.arange(0, N)
-        column = j[:, None] * STRIDE - PAD + (k % COLUMNS)[None, :]
-        keep = (j * STRIDE < width)[:, None] & (k % COLUMNS < SIZE)[None, :]
-        if not CIRCULAR:
-            keep = keep & (column >= 0) & (column < width)
+        k, n = tl.arange(0, PLACES), tl.arange(0, N)
+        column = tl.minimum(j, width // STRIDE - 1)[:, None] * STRIDE - PAD + (k % SIZE)[None, :]
+        keep = (column >= 0) & (column < width)
         base, column = x + image.to(tl.int64) * sb, around(around(column, width) + right, width) * sw
         weight = weights + k[:, None] * OUTPUTS + n[None, :]
         t = tl.zeros([BLOCK, N], tl.float32)
-        for step in range(CHANNELS * PIECES):  # not unrolled: one piece at a time is enough in flight
-            line = step % PIECES * LINES + k // COLUMNS
-            row, here = i * STRIDE - PAD + line, keep & (line < SIZE)[None, :]
-            if not CIRCULAR:
-                here = here & ((row >= 0) & (row < height))[None, :]
-            row = step // PIECES * sc + around(around(row, height) + down, height) * sh
-            a = tl.load(base + (row[None, :] + column), here, 0.0)
-            b = tl.load(weight + step * (LINES * COLUMNS * OUTPUTS), (n < OUTPUTS)[None, :], 0.0)
+        a = _piece(base, column, keep, i, 0, down, height, sc, sh, SIZE, STRIDE, PAD, CIRCULAR, LINES, PLACES, PIECES)
+        for step in range(CHANNELS * PIECES):  # while a piece is multiplied the next one is on its way
+            b = tl.load(weight + step * (PLACES * OUTPUTS), (n < OUTPUTS)[None, :], 0.0)
+            c = _piece(base, column, keep, i, tl.minimum(step + 1, CHANNELS * PIECES - 1), down, height, sc, sh, SIZE,
+                       STRIDE, PAD, CIRCULAR, LINES, PLACES, PIECES)  # fmt: skip
             t = tl.dot(a.to(b.dtype), b, t)
+            a = c
         return t
 
     @triton.jit
     def _image_tokens(x, offset, weights, bias, gain, shift, wave, out, moments, height, width, sb, sc, sh, sw,
                       SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, CIRCULAR: tl.constexpr,
-                      PLACED: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr,
+                      PLACED: tl.constexpr, CHANNELS: tl.constexpr, LINES: tl.constexpr, PLACES: tl.constexpr,
                       PIECES: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
                       MOMENTS: tl.constexpr, OUTPUTS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
         rows, across = height // STRIDE, width // STRIDE
@@ -137,7 +147,7 @@ if AVAILABLE:
         j, n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK), tl.arange(0, N)
         down, right = _begin(offset, image, PLACED)
         t = _convolve(x, weights, image, i, j, down, right, height, width, sb, sc, sh, sw, SIZE, STRIDE, PAD, CIRCULAR,
-                      CHANNELS, COLUMNS, LINES, PIECES, OUTPUTS, N, BLOCK)  # fmt: skip
+                      CHANNELS, LINES, PLACES, PIECES, OUTPUTS, N, BLOCK)  # fmt: skip
         real = (n < OUTPUTS)[None, :]
         if BIAS:
             t += tl.load(bias + n, n < OUTPUTS, 0.0).to(tl.float32)[None, :]
@@ -158,22 +168,27 @@ if AVAILABLE:
             tl.store(place + 2 * rows * across, tl.sum(t * toward[None, :], 1), keep)
 
     @triton.jit
-    def _image_phases(x, offset, weights, bias, out, height, width, sb, sc, sh, sw, SIZE: tl.constexpr,
+    def _image_phases(x, offset, weights, bias, wave, out, height, width, sb, sc, sh, sw, SIZE: tl.constexpr,
                       STRIDE: tl.constexpr, PAD: tl.constexpr, PLACED: tl.constexpr, CHANNELS: tl.constexpr,
-                      COLUMNS: tl.constexpr, LINES: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr,
-                      N: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-        """A row of cells: squares of the outputs, and outputs, summed."""
+                      LINES: tl.constexpr, PLACES: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr,
+                      R: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+        """A row of cells: energy and direction of the outputs at each phase, summed."""
+        PHASES: tl.constexpr = STRIDE * STRIDE
         rows, blocks = height // STRIDE, (width // STRIDE + BLOCK - 1) // BLOCK
         line = tl.program_id(0) // blocks
-        j, n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK), tl.arange(0, N)
+        j, n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK), tl.arange(0, R * PHASES)
         down, right = _begin(offset, line // rows, PLACED)
         t = _convolve(x, weights, line // rows, line % rows, j, down, right, height, width, sb, sc, sh, sw, SIZE,
-                      STRIDE, PAD, True, CHANNELS, COLUMNS, LINES, PIECES, N, N, BLOCK)  # fmt: skip
+                      STRIDE, PAD, True, CHANNELS, LINES, PLACES, PIECES, R * PHASES, R * PHASES, BLOCK)  # fmt: skip
         if BIAS:
-            t += tl.load(bias + n).to(tl.float32)[None, :]
-        t = tl.where((j * STRIDE < width)[:, None], t, 0.0)
-        tl.store(out + tl.program_id(0) * 2 * N + n, tl.sum(t * t, 0))
-        tl.store(out + tl.program_id(0) * 2 * N + N + n, tl.sum(t, 0))
+            t += tl.load(bias + n // PHASES).to(tl.float32)[None, :]
+        toward = t * (tl.load(wave + n // PHASES) * (2.0 / R) ** 0.5)[None, :]
+        keep = (j * STRIDE < width)[:, None]
+        energy = tl.where(keep, tl.sum(tl.reshape(t * t, [BLOCK, R, PHASES]), 1), 0.0)
+        toward = tl.where(keep, tl.sum(tl.reshape(toward, [BLOCK, R, PHASES]), 1), 0.0)
+        place = out + tl.program_id(0) * 2 * PHASES + tl.arange(0, PHASES)
+        tl.store(place, tl.sum(energy, 0))
+        tl.store(place + PHASES, tl.sum(toward, 0))
 
 
 @operator("shift_vits::image_windows")
@@ -213,36 +228,36 @@ def image_tokens(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor
     """
     b, c, h, w = x.shape
     outputs, rows, across = weights.shape[1], h // stride, w // stride
-    columns, lines, count = pieces(size)
+    lines, places, count = pieces(size)
     out = torch.empty((b, rows, across, outputs), dtype=weights.dtype, device=x.device)
     moments = torch.empty((0 if wave is None else b, 3, rows, across), dtype=torch.float32, device=x.device)
     block, wide = max(16, min(64, power(across))), max(16, power(outputs))
     given = [x if tensor is None else tensor for tensor in (bias, gain, shift, wave)]
     launch(_image_tokens, (b * rows * -(-across // block),), x, x if offset is None else offset, weights, *given, out,
            moments, h, w, *x.stride(), SIZE=size, STRIDE=stride, PAD=padding, CIRCULAR=circular,
-           PLACED=offset is not None, CHANNELS=c, COLUMNS=columns, LINES=lines, PIECES=count, BIAS=bias is not None,
+           PLACED=offset is not None, CHANNELS=c, LINES=lines, PLACES=places, PIECES=count, BIAS=bias is not None,
            NORM=gain is not None, EPS=eps, MOMENTS=wave is not None, OUTPUTS=outputs, N=wide, BLOCK=block,
            num_warps=4 if wide <= 128 else 8, num_stages=2)  # fmt: skip
     return out, moments
 
 
 @operator("shift_vits::image_phases")
-def image_phases(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor | None, size: int, stride: int,
-                 padding: int) -> Tensor:  # fmt: skip
-    """Squares of a circular convolution's outputs, and outputs, summed over the cells of images rolled by ``offset``
-    (B, 2) in [0, side). Products are taken in the type of the weights.
+def image_phases(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor | None, wave: Tensor, size: int,
+                 stride: int, padding: int) -> Tensor:  # fmt: skip
+    """Energy and direction, as of ``token_energies``, of a circular convolution's output at all phases, over images
+    rolled by ``offset`` (B, 2) in [0, side). Products are taken in the type of the weights.
 
-    Shapes: x (B, C, H, W), any strides, weights (..., n) from ``in_pieces`` of a kernel of size x size, bias (n,)
-    -> (B, parts, 2, n), to be summed over the parts.
+    Shapes: x (B, C, H, W), any strides, weights (..., r s s) from ``in_pieces`` of ``all_phases``, which have windows
+    of size x size, bias and wave (r,) -> (B, parts, 2, s, s), to be summed over the parts.
     """
     b, c, h, w = x.shape
-    n, rows, across = weights.shape[1], h // stride, w // stride
-    columns, lines, count = pieces(size)
+    r, rows, across = weights.shape[1] // stride**2, h // stride, w // stride
+    lines, places, count = pieces(size)
     block = max(16, min(64, power(across)))
     parts = rows * -(-across // block)
-    out = torch.empty((b, parts, 2, n), dtype=torch.float32, device=x.device)
-    launch(_image_phases, (b * parts,), x, x if offset is None else offset, weights, x if bias is None else bias, out,
-           h, w, *x.stride(), SIZE=size, STRIDE=stride, PAD=padding, PLACED=offset is not None, CHANNELS=c,
-           COLUMNS=columns, LINES=lines, PIECES=count, BIAS=bias is not None, N=n, BLOCK=block,
-           num_warps=4 if n <= 64 else 8, num_stages=2)  # fmt: skip
+    out = torch.empty((b, parts, 2, stride, stride), dtype=torch.float32, device=x.device)
+    launch(_image_phases, (b * parts,), x, x if offset is None else offset, weights, wave if bias is None else bias,
+           wave, out, h, w, *x.stride(), SIZE=size, STRIDE=stride, PAD=padding, PLACED=offset is not None, CHANNELS=c,
+           LINES=lines, PLACES=places, PIECES=count, BIAS=bias is not None, R=r, BLOCK=block,
+           num_warps=4 if r * stride**2 <= 64 else 8, num_stages=2)  # fmt: skip
     return out

@@ -17,6 +17,8 @@ if AVAILABLE:
     import triton
     import triton.language as tl
 
+    from .base import around
+
 __all__ = ["best_phase", "best_window", "fits_token_kernel", "fits_window_scores", "token_energies",
            "token_moments", "window_energies"]  # fmt: skip
 
@@ -55,9 +57,10 @@ if AVAILABLE:
         tl.store(place + 2 * area, tl.sum(t * toward[None, :], 1), i < tokens)
 
     @triton.jit
-    def _token_energies(y, bias, wave, colsum, sums, squares, out, channels, height, width, sm, SIDE: tl.constexpr,
-                        PAD: tl.constexpr, STRIDE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, R: tl.constexpr,
-                        WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    def _token_energies(y, bias, wave, scale, colsum, sums, squares, out, channels, height, width, sm,
+                        SIDE: tl.constexpr, PAD: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
+                        NORM: tl.constexpr, EPS: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+                        BLOCK: tl.constexpr):  # fmt: skip
         """A strip of rows: energy and direction of a convolution at every position, summed per phase."""
         image, strip, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         n, phase = tl.arange(0, R), tl.arange(0, STRIDE)
@@ -67,19 +70,21 @@ if AVAILABLE:
         energies = tl.zeros([STRIDE, BLOCK], tl.float32)
         directions = tl.zeros([STRIDE, BLOCK], tl.float32)
         for step in range(ROWS):
-            h = tl.where(w < width, strip * ROWS + step, height)
-            valid = h < height
+            h = strip * ROWS + step
+            valid = w < tl.where(h < height, width, 0)
             t = tl.zeros([BLOCK, R], tl.float32)
             for tap in tl.static_range(SIDE * SIDE):  # each product of a token with a tap is read once
-                row = (h + (tap // SIDE - PAD) + height) % height
-                column = (w + (tap % SIDE - PAD) + width) % width
-                place = base + (row * width + column)[:, None] * WIDE + tap * R + n[None, :]
-                t += tl.load(place, valid[:, None], 0.0).to(tl.float32)
+                token = around(h + tap // SIDE - PAD, height) * width + around(w + (tap % SIDE - PAD), width)
+                place = base + token[:, None] * WIDE + tap * R + n[None, :]
+                product = tl.load(place, valid[:, None], 0.0).to(tl.float32)
+                if SCALE:
+                    product *= tl.load(scale + image * (height * width) + token, valid, 0.0)[:, None]
+                t += product
             if NORM:
                 mean = tl.zeros([BLOCK], tl.float32)
                 square = tl.zeros([BLOCK], tl.float32)
                 for tap in tl.static_range(SIDE * SIDE):
-                    place = (h + tap // SIDE) % height * width + (w + tap % SIDE) % width + image * sm
+                    place = around(h + tap // SIDE, height) * width + around(w + tap % SIDE, width) + image * sm
                     mean += tl.load(sums + place, valid, 0.0)
                     square += tl.load(squares + place, valid, 0.0)
                 mean, square = mean / (SIDE * SIDE * channels), square / (SIDE * SIDE * channels)
@@ -97,22 +102,19 @@ if AVAILABLE:
             tl.store(place + STRIDE * STRIDE + b, tl.sum(tl.where(here, directions, 0.0), 1))
 
     @triton.jit
-    def _best_phase(parts, wave, out, count, area, STRIDE: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr,
-                    BLOCK: tl.constexpr):  # fmt: skip
-        """Add up an image's partial sums (part, energy or direction, phase, R), and choose."""
+    def _best_phase(parts, out, count, area, STRIDE: tl.constexpr, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+        """Add up an image's partial sums (part, energy or direction, phase), and choose."""
         image, phase, p = tl.program_id(0), tl.arange(0, STRIDE * STRIDE), tl.arange(0, BLOCK)
-        energy = tl.zeros([STRIDE * STRIDE], tl.float64)
-        toward = tl.zeros([STRIDE * STRIDE], tl.float64)
+        energies = tl.zeros([BLOCK, STRIDE * STRIDE], tl.float64)
+        directions = tl.zeros([BLOCK, STRIDE * STRIDE], tl.float64)
         for first in range(0, count, BLOCK):
-            part = first + p
-            for r in tl.static_range(R):
-                place = parts + ((image * count + part)[:, None] * 2 * STRIDE * STRIDE + phase[None, :]) * R + r
-                keep = (part < count)[:, None]
-                scale = tl.load(wave + r).to(tl.float64) * (2.0 / R) ** 0.5 if R > 1 else 1.0
-                energy += tl.sum(tl.load(place, keep, 0.0).to(tl.float64), 0)
-                toward += scale * tl.sum(tl.load(place + STRIDE * STRIDE * R, keep, 0.0).to(tl.float64), 0)
+            keep = (first + p < count)[:, None]
+            place = parts + (image * count + first + p)[:, None] * 2 * STRIDE * STRIDE + phase[None, :]
+            energies += tl.load(place, keep, 0.0).to(tl.float64)
+            directions += tl.load(place + STRIDE * STRIDE, keep, 0.0).to(tl.float64)
+        energy = tl.sum(energies, 0)
         if SIGNED:
-            energy += 0.01 * tl.sqrt(tl.sum(energy, 0) / area) * toward
+            energy += 0.01 * tl.sqrt(tl.sum(energy, 0) / area) * tl.sum(directions, 0)
         best = tl.min(tl.where(energy == tl.max(energy, 0), phase, STRIDE * STRIDE - 1), 0)
         tl.store(out + 2 * image, (best // STRIDE).to(tl.int64))
         tl.store(out + 2 * image + 1, (best % STRIDE).to(tl.int64))
@@ -154,40 +156,40 @@ if AVAILABLE:
 
 
 @operator("shift_vits::token_energies")
-def token_energies(y: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
-                   squares: Tensor | None, channels: int, side: int, padding: int, stride: int,
+def token_energies(y: Tensor, bias: Tensor, wave: Tensor, scale: Tensor | None, colsum: Tensor | None,
+                   sums: Tensor | None, squares: Tensor | None, channels: int, side: int, padding: int, stride: int,
                    eps: float) -> Tensor:  # fmt: skip
     """Energy |t|^2 and direction <t, wave> sqrt(2 / r) of a convolution's output t at every position, per phase.
 
-    t is the sum of ``side`` x ``side`` neighbours' products with their taps, plus ``bias`` (r,). With ``colsum`` the
-    convolved patch is normalised first, t = (t - mean colsum) / std + bias, by the ``sums`` over the ``channels`` of
-    each token and of its ``squares`` (then without padding).
+    t is the sum of ``side`` x ``side`` neighbours' products with their taps, each token multiplied by its ``scale``
+    first if that is given, plus ``bias`` (r,). With ``colsum`` the convolved patch is normalised first,
+    t = (t - mean colsum) / std + bias, by the ``sums`` over the ``channels`` of each token and of its ``squares`` (then
+    without padding).
 
-    Shapes: y (B, H, W, side side r or more), taps in rows, contiguous; bias, wave and colsum (r,); sums and squares
-    (B, H, W), float32, equal strides -> (B, parts, 2, stride, stride), to be summed over the parts.
+    Shapes: y (B, H, W, side side r or more), taps in rows, contiguous; bias, wave and colsum (r,); scale (B, H, W),
+    float32; sums and squares the same, of equal strides -> (B, parts, 2, stride, stride), to be summed over the parts.
     """
     b, h, w, n = y.shape
     strip, block = _strip(b, h, stride), max(2, min(64, power(w)))
     grid = (b, -(-h // strip), -(-w // block))
     out = torch.empty((b, grid[1] * grid[2], 2, stride, stride), dtype=torch.float32, device=y.device)
-    norm = [bias if tensor is None else tensor for tensor in (colsum, sums, squares)]
+    scale = None if scale is None else scale.contiguous()
+    norm = [bias if tensor is None else tensor for tensor in (scale, colsum, sums, squares)]
     launch(_token_energies, grid, y, bias, wave, *norm, out, channels, h, w, 0 if sums is None else sums.stride(0),
-           SIDE=side, PAD=padding, STRIDE=stride, NORM=colsum is not None, EPS=eps, R=bias.shape[0], WIDE=n, ROWS=strip,
-           BLOCK=block, num_warps=4)  # fmt: skip
+           SIDE=side, PAD=padding, STRIDE=stride, SCALE=scale is not None, NORM=colsum is not None, EPS=eps,
+           R=bias.shape[0], WIDE=n, ROWS=strip, BLOCK=block, num_warps=4)  # fmt: skip
     return out
 
 
 @operator("shift_vits::best_phase")
-def best_phase(parts: Tensor, wave: Tensor, stride: int, area: int, signed: bool) -> Tensor:
+def best_phase(parts: Tensor, stride: int, area: int, signed: bool) -> Tensor:
     """Offsets (B, 2) of the largest score: energy or, ``signed``, energy + 0.01 rms direction; ``area`` is H W.
 
-    Shapes: parts (B, parts, 2, ...) from ``token_energies``, or from ``image_phases`` with phases before outputs
-    (then ``wave`` (r,) weighs the sums, as there).
+    Shapes: parts (B, parts, 2, s, s) from ``token_energies`` or ``image_phases``.
     """
     b, count = parts.shape[:2]
-    r = parts[0, 0, 0].numel() // stride**2
     out = torch.empty((b, 2), dtype=torch.int64, device=parts.device)
-    launch(_best_phase, (b,), parts, wave, out, count, area, STRIDE=stride, R=r, SIGNED=signed,
+    launch(_best_phase, (b,), parts, out, count, area, STRIDE=stride, SIGNED=signed,
            BLOCK=max(2, min(64, power(count))), num_warps=1 if count <= 32 else 4)  # fmt: skip
     return out
 

@@ -1,0 +1,102 @@
+"""MViTv2's anchors with kernels and without: the norm folded into the score, and taken while tokens are rolled. Without
+a GPU the kernels run in Triton's interpreter, which must be chosen before Triton is imported: so this file runs itself
+once more, in a process of its own.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from conftest import passes_in_the_interpreter, randomize
+from torch import Tensor
+
+from common import kernels
+from common.anchors import Strided, TokenNorm
+from common.registry import create_model
+from mvitv2.model import MViTv2Block, PoolAnchor
+
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a child")
+
+
+@pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
+def test_kernels_in_the_interpreter() -> None:
+    """What a GPU computes is what the readable code says."""
+    passes_in_the_interpreter(__file__)
+
+
+def tokens(size: tuple[int, int], channels: int) -> Tensor:
+    """Each with a mean far from zero and a spread of its own."""
+    return torch.randn(3, *size, channels) * (0.5 + torch.rand(3, *size, 1)) + 4 * torch.randn(3, *size, 1)
+
+
+@interpreted
+@pytest.mark.parametrize(("score", "stride", "biased"), [
+    ("signed", 2, True),
+    ("signed", 4, False),
+    ("energy", 4, True),
+])  # fmt: skip
+def test_phases_of_normalised_tokens(monkeypatch: pytest.MonkeyPatch, score: Any, stride: int, biased: bool) -> None:
+    """The folded norm gives the scores of tokens that are normalised first."""
+    anchor, x = PoolAnchor(score=score, sketch=4), tokens((8, 12), 40)
+    weight, bias = torch.randn(4, 40, 3, 3), torch.randn(4) if biased else None
+    norm, conv = TokenNorm(torch.randn(40), torch.randn(40), 1e-6), Strided((3, 3), (stride, stride), (1, 1))
+    known = norm._replace(moments=torch.stack(anchor.moments(x), 1))
+    folded, given = (anchor.phases(x.permute(0, 3, 1, 2), weight, conv, bias, n, fast=True) for n in (norm, known))
+    monkeypatch.setattr(kernels.base, "ENABLED", False)
+    plain = anchor.phases(x.permute(0, 3, 1, 2), weight, conv, bias, norm, fast=True)
+    assert torch.allclose(folded, plain, rtol=1e-4)
+    assert torch.allclose(given, plain, rtol=1e-4)
+    assert not torch.allclose(plain[:, 0, 0], plain[:, 1, 1], rtol=1e-3)
+
+
+@interpreted
+@pytest.mark.parametrize(("stride_q", "stride_kv", "out_dim"), [(1, 4, 32), (1, 2, 32), (2, 2, 64), (2, 4, 64)])
+def test_choices(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride_kv: int, out_dim: int) -> None:
+    """The same phases are chosen, and a block makes the same of what its anchor hands it."""
+    anchor, modulus = PoolAnchor(sketch=4), max(stride_q, stride_kv)
+    block = MViTv2Block(dim=32, out_dim=out_dim, size=(8, 16), num_heads=2, stride_q=stride_q, stride_kv=stride_kv,
+                        mlp_ratio=2.0, drop_path=0.0, padding_mode="circular", circular=True,
+                        modulus=modulus)  # fmt: skip
+    randomize(block)
+    x = tokens((8, 16), 32)
+    with torch.no_grad():
+        rolled, normed, offset = anchor(x, block, fast=True)
+        out = block(rolled, normed)
+        assert normed is not None
+        monkeypatch.setattr(kernels.base, "ENABLED", False)
+        rolled, normed, expected = anchor(x, block, fast=True)
+        assert normed is None
+        assert torch.equal(offset, expected)
+        assert torch.allclose(out, block(rolled), atol=1e-4, rtol=1e-4)
+    assert len({tuple(o) for o in offset.tolist()}) > 1
+
+
+@interpreted
+def test_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens lie where they did, logits are what they were, and an anchored block normalises no second time; with
+    gradients it does, for they go through its norm."""
+    model: Any = randomize(create_model("a_mvitv2_micro")).eval()
+    x = torch.randn(2, 3, 32, 32)
+    calls: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if name.endswith("norm1"):
+            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    anchored = {f"{name}.norm1" for name, module in model.named_modules() if getattr(module, "modulus", 1) > 1}
+
+    def run() -> tuple[Tensor, list[Tensor]]:
+        final, stages = model.forward_intermediates(x, return_offsets=True)
+        return model.forward_head(final), [offset for _, offset in stages]
+
+    with torch.no_grad():
+        logits, offsets = run()
+    assert len(anchored) == 4
+    assert not anchored & set(calls)
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(kernels.base, "ENABLED", False)
+        expected, places = run()
+    assert torch.allclose(logits, expected, atol=1e-5, rtol=1e-4)
+    assert all(torch.equal(a, b) for a, b in zip(offsets, places, strict=True))
+    calls.clear()
+    assert torch.allclose(model(x[:1]), expected[:1], atol=1e-5, rtol=1e-4)
+    assert anchored < set(calls)
