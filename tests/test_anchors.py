@@ -1,12 +1,16 @@
 """Anchors in float64: whatever they choose, the tokens they return are the same tokens, at the place they say."""
 
+import gc
+import weakref
+
 import pytest
 import torch
-from conftest import ALL_PHASES, awkward_images
+from conftest import ALL_PHASES, awkward_images, randomize
 from torch import Tensor, nn
 
-from common.anchors import ConvAnchor, MergeAnchor, Score, WindowAnchor, best_offset, phase_scores, token_energy
+from common.anchors import ConvAnchor, MergeAnchor, Score, WindowAnchor, best_offset, kept, phase_scores, token_energy
 from common.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
+from common.registry import create_model
 from common.shifts import roll
 from common.upsample import unpool
 from common.windowed import merge_patches
@@ -203,3 +207,41 @@ def test_the_helper_fails_what_is_not_equivariant() -> None:
         shift_error(lambda x: (x, torch.zeros(2, 2, dtype=torch.long)), image((28, 28)), (1, 0), anchored(2))
     with pytest.raises(ValueError, match="no shift"):
         assert_shift_equivariant(conv, image((28, 28)), [])
+
+
+def test_what_is_kept_follows_the_weights() -> None:
+    """Weights that change in place, are loaded or moved to another type are prepared anew, others not again."""
+    weight, made = nn.Parameter(torch.ones(3)), []
+
+    def make() -> Tensor:
+        made.append(1)
+        return weight.detach() * 2
+
+    assert torch.equal(kept(make, "twice", weight), kept(make, "twice", weight))
+    assert len(made) == 1
+    with torch.no_grad():
+        weight.add_(1)
+    assert torch.equal(kept(make, "twice", weight), torch.full((3,), 4.0))
+    weight.data = weight.data.double()
+    assert kept(make, "twice", weight).dtype == torch.float64
+    assert len(made) == 3
+    kept(make, "again", weight)
+    assert len(made) == 4
+
+
+@pytest.mark.parametrize("name", ["a_swin_micro", "a_swinv2_micro", "a_cvt_micro", "a_mvitv2_micro"])
+@pytest.mark.parametrize("sketch", [0, 4])
+def test_nothing_kept_holds_a_model(name: str, sketch: int) -> None:
+    """What is prepared goes with the weights it was made of; and a model with other weights chooses by those."""
+    model = randomize(create_model(name, sketch=sketch)).eval()
+    other = randomize(create_model(name, sketch=sketch), seed=1).eval()
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        model(x)
+        expected = other(x)
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(model(x), expected)
+    alive = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)

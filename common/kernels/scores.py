@@ -2,7 +2,7 @@
 writing any of them out.
 
 - ``token_energies``: of a small convolution of tokens, from the product of each token with all taps.
-- ``best_phase``: the offset of the largest score, from partial sums of either.
+- ``best_phase``: the offset of the largest score, from partial sums of these or of ``image_phases``.
 - ``window_energies``: squared means of windows, at every phase of their rows and every first column.
 - ``best_window``: the offset of the best partition, from these.
 - ``token_moments``: what the scores need of each token, in one pass; a compiler fuses it with what comes before.
