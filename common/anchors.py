@@ -12,18 +12,16 @@ all shifted copies are one array; otherwise scores are taken in float32 at least
 """
 
 import math
-from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kernels
 from .shifts import circular_pad, roll
+from .weights import kept, product, whole
 
 __all__ = [
     "Anchor",
@@ -35,15 +33,9 @@ __all__ = [
     "TokenNorm",
     "WindowAnchor",
     "best_offset",
-    "kept",
     "phase_scores",
-    "product",
     "token_energy",
-    "whole",
 ]
-
-T = TypeVar("T")
-_KEPT = WeakTensorKeyDictionary()
 
 Score = Literal["signed", "energy"]
 """How a token counts: ``energy`` is the paper's squared norm; ``signed`` adds a little of one fixed direction, because
@@ -241,33 +233,6 @@ class Anchor(nn.Module):
 
     def extra_repr(self) -> str:
         return f"score={self.score!r}, sketch={self.sketch}"
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """A parameter of another module as it is read here, in float32 at least: gathered, if it is sharded over processes
-    (FSDP), for only its own module's forward finds it so."""
-    parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return parameter if parameter.dtype == torch.float64 else parameter.float()
-
-
-def kept(make: Callable[[], T], name: Hashable, *weights: Tensor) -> T:
-    """What is made of ``weights`` (new tensors: else they would hold themselves), kept with the first under a name
-    until one of them changes. Not while a graph is recorded: that is for the compiler to decide."""
-    if torch.compiler.is_compiling() or not all(type(w) in (Tensor, nn.Parameter) for w in weights):
-        return make()
-    state = [(w.data_ptr(), None if w.is_inference() else w._version) for w in weights]
-    known = _KEPT.setdefault(weights[0], {})
-    if name not in known or known[name][0] != state:
-        known[name] = state, make()
-    return known[name][1]
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of a few rows and weights, not in autocast's precision; a compiler makes it one pass with what is next."""
-    if torch.compiler.is_compiling():
-        return (a[:, :, None] * b).sum(1)
-    with torch.autocast(a.device.type, enabled=False):
-        return a @ b
 
 
 class ConvAnchor(Anchor):

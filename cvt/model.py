@@ -20,12 +20,13 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, kept, whole
+from common.anchors import Anchor, ConvAnchor, Score, Strided
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
 from common.kernels import depthwise, fits_roll_kernel, product_dtype, rolled, usable
 from common.registry import defaults, register_model
 from common.shifts import roll
+from common.weights import kept, whole
 
 ANCHORS = ("token", "projection")
 

@@ -29,13 +29,14 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, TokenNorm, best_offset, kept, product, whole
+from common.anchors import Anchor, ConvAnchor, Score, Strided, TokenNorm, best_offset
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
 from common.kernels import depthwise, fits_rolled_norm, product_dtype, rolled_norm
 from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
 from common.shifts import roll
+from common.weights import kept, product, whole
 
 ANCHORS = ("token", "pool")
 

@@ -8,11 +8,12 @@ import torch
 from conftest import ALL_PHASES, awkward_images, randomize
 from torch import Tensor, nn
 
-from common.anchors import ConvAnchor, MergeAnchor, Score, WindowAnchor, best_offset, kept, phase_scores, token_energy
+from common.anchors import ConvAnchor, MergeAnchor, Score, WindowAnchor, best_offset, phase_scores, token_energy
 from common.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
 from common.registry import create_model
 from common.shifts import roll
 from common.upsample import unpool
+from common.weights import kept
 from common.windowed import merge_patches
 
 SHIFTS = [*ALL_PHASES, (9, -7), (-30, 41), (56, 28)]
