@@ -208,8 +208,9 @@ class Anchor(nn.Module):
         """Energy and direction per phase, by one product and one kernel: partial sums (B, parts, 2, s, s)."""
         tokens, channels = x.permute(0, 2, 3, 1), x.shape[1]
         scale, colsum, sums, squares, eps = None, None, None, None, 0.0
-        norm = fold[:2] if isinstance(fold, TokenNorm) else ()
-        taps, bias = kept(lambda: self._taps(weight, bias, fold, x.dtype), x.dtype, weight, *norm)
+        more = [] if bias is None else [bias]
+        more += [] if fold is None else fold[:2]  # its two tensors
+        taps, constant = kept(lambda: self._taps(weight, bias, fold, x.dtype), x.dtype, weight, *more)
         if isinstance(fold, TokenNorm):
             total, square, _ = self.moments(tokens) if fold.moments is None else fold.moments.unbind(1)
             scale = (square / channels - (total / channels).square()).clamp_min(0).add(fold.eps).rsqrt()
@@ -217,7 +218,7 @@ class Anchor(nn.Module):
             sums, squares, _ = self.moments(tokens)
             colsum, eps = fold.sums.float(), fold.eps
         y = F.linear(tokens, taps)  # every token by every tap, B, H, W, k k r
-        return kernels.token_energies(y, bias, self.wave, scale, colsum, sums, squares, channels, conv.kernel[0],
+        return kernels.token_energies(y, constant, self.wave, scale, colsum, sums, squares, channels, conv.kernel[0],
                                       conv.padding[0], conv.stride[0], eps)  # fmt: skip
 
     def _taps(self, weight: Tensor, bias: Tensor | None, fold: Fold | TokenNorm | None,

@@ -452,7 +452,7 @@ def module_calls(model: Classifier, x: Tensor, setting: Setting) -> dict[str, li
         "canonical place": [[model.canonicalize.offset]],
         "tokenization": [[offset("token_anchor")], [part("patch_embed"), *(getattr(s, "embed", None) for s in stages)]],
         "window selection": [[offset("window_anchor")]],
-        "pooling selection": [[part("projection_anchor") or part("pool_anchor")]],
+        "pooling selection": [[offset("projection_anchor") or part("pool_anchor")]],
         "patch merging": [[offset("merge_anchor")], [getattr(stage, "downsample", None) for stage in stages]],
         "relative positions": [[getattr(block.attn, "position_bias", None) for block in last]],
         "attention": [[block.attn for block in last]],

@@ -1,4 +1,4 @@
-"""The convolution that makes tokens of an image, shared by all architectures."""
+"""The convolution that makes tokens of an image, or fewer tokens of tokens, shared by all architectures."""
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,12 @@ __all__ = ["embed"]
 
 def embed(conv: nn.Conv2d, x: Tensor, offset: Tensor | None = None, norm: nn.LayerNorm | None = None,
           wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """``conv`` of an image, rolled by its ``offset`` (B, 2) in [0, side) if there is one, channels-last, normalised by
-    ``norm``; and with ``wave`` the tokens' moments (``kernels.token_moments``), where a kernel has them for little.
+    """``conv`` of an image or of tokens, rolled by ``offset`` (B, 2) in [0, side) if there is one, channels-last,
+    normalised by ``norm``; and with ``wave`` the tokens' moments (``kernels.token_moments``), where a kernel has them
+    for little.
 
     With the few channels of an image a convolution is slow: where it can be, it is one matrix product of windows, which
-    a GPU reads where they lie.
+    a GPU reads where they lie. Tokens are rolled and padded in one pass, channels-last.
 
     Shapes: (B, C, H, W) -> (B, H/s, W/s, D), (B, 3, H/s, W/s) or None.
     """
@@ -42,6 +43,11 @@ def _convolve(conv: nn.Conv2d, x: Tensor, offset: Tensor | None, circular: bool)
     if 1 <= k - 2 * p <= s and kernels.fits_image_windows(x, k, s):
         windows = kernels.image_windows(x, offset, k, s, p, circular, kernels.product_dtype(x))
         return F.linear(windows, F.pad(weight, (0, windows.shape[-1] - weight.shape[1])), conv.bias)
+    tokens = x.permute(0, 2, 3, 1)
+    if circular and x.shape[1] >= 16 and kernels.fits_roll_kernel(tokens):
+        start = torch.zeros(len(x), 2, dtype=torch.long, device=x.device) if offset is None else offset
+        x = kernels.rolled(tokens.to(kernels.product_dtype(x)), start, p).permute(0, 3, 1, 2)
+        return F.conv2d(x, conv.weight, conv.bias, conv.stride).permute(0, 2, 3, 1)
     x = x if offset is None else roll(x, offset, within=True)
     if k != s or p:
         return convolve(conv, x).permute(0, 2, 3, 1)

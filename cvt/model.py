@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from common.anchors import Anchor, ConvAnchor, Score, Strided
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
-from common.kernels import depthwise, fits_roll_kernel, product_dtype, rolled, usable
+from common.kernels import depthwise, product_dtype, usable
 from common.registry import defaults, register_model
 from common.shifts import roll
 from common.weights import kept, whole
@@ -57,13 +57,8 @@ class KeyValueAnchor(Anchor):
 
     k and v are the depthwise convolutions of the normalised tokens, taken at every position, before their BatchNorm.
 
-    Shapes: x (B, H, W, C), norm over C, two depthwise convolutions of C -> rolled x, offsets (B, 2) in [0, stride).
+    Shapes: x (B, H, W, C), norm over C, two depthwise convolutions of C -> offsets (B, 2) in [0, stride).
     """
-
-    def forward(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d,
-                fast: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
-        offset = self.offset(x, norm, key, value, fast)
-        return roll(x, offset, (1, 2), within=True), offset
 
     @torch.no_grad()
     def offset(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d, fast: bool = False) -> Tensor:
@@ -91,15 +86,7 @@ class ConvEmbed(nn.Module):
 
     def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
         """``offset`` (B, 2) in [0, side) is where each image, or grid of tokens, begins, if not at (0, 0)."""
-        conv, tokens = self.proj, x.permute(0, 2, 3, 1)
-        if conv.in_channels < 16 or conv.padding_mode != "circular" or not fits_roll_kernel(tokens):
-            return embed(conv, x, offset, self.norm)[0]
-        if offset is None:
-            offset = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device)
-        padding: Any = conv.padding[0]
-        x = rolled(tokens.to(product_dtype(x)), offset, padding).permute(0, 3, 1, 2)  # channels-last, as it was
-        x = F.conv2d(x, conv.weight, conv.bias, conv.stride).permute(0, 2, 3, 1)
-        return self.norm(x).to(x.dtype)  # as ``embed`` does
+        return embed(self.proj, x, offset, self.norm)[0]
 
 
 class ConvProjection(nn.Module):

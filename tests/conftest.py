@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any import: no test may depend on a network
 
@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+
+from common import kernels
 
 torch.set_num_threads(1)
 
@@ -36,6 +38,32 @@ def passes_in_the_interpreter(file: str) -> None:
                           env=environment, text=True, capture_output=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, module: str) -> list[str]:
+    """Names of the kernels that a module of ``common.kernels`` launches from now on, in turn."""
+    names: list[str] = []
+    place = sys.modules[f"common.kernels.{module}"]
+    launch = place.launch
+
+    def noted(kernel: Any, *args: Any, **constants: Any) -> None:
+        names.append(kernel.__name__)
+        launch(kernel, *args, **constants)
+
+    monkeypatch.setattr(place, "launch", noted)
+    return names
+
+
+def assert_same_logits_by_kernels(monkeypatch: pytest.MonkeyPatch, model: nn.Module, launched: list[str],
+                                  calls: int) -> None:  # fmt: skip
+    """That so many kernels are launched for two small images, and none without kernels, with the same logits."""
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        fast = model(x)
+        assert len(launched) == calls
+        monkeypatch.setattr(kernels.base, "ENABLED", False)
+        assert torch.allclose(fast, model(x), atol=1e-5, rtol=1e-4)
+    assert len(launched) == calls
 
 
 @pytest.fixture

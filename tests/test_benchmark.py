@@ -104,6 +104,8 @@ def test_modules_are_timed_with_what_a_forward_gave_them(family: str) -> None:
     assert modules["canonical place"][names[0]] is None
     tokens = modules.get("tokenization") or modules["tokenization 1"]
     assert isinstance(tokens[names[0]], float)
+    selected = [label for label in modules if "selection" in label or "merging" in label]
+    assert len(selected) == {"swin": 3, "swinv2": 3, "cvt": 3, "mvitv2": 4}[family]
     with pytest.raises(ValueError, match="list_models"):
         benchmark_modules(["timm:test_vit"], Setting(batch_size=2))
 

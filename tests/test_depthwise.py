@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import passes_in_the_interpreter
+from conftest import assert_same_logits_by_kernels, launches, passes_in_the_interpreter
 from torch import Tensor, nn
 
 from common import kernels
@@ -74,16 +74,9 @@ def test_depthwise_kernel_at_an_origin(size: tuple[int, int], stride: int) -> No
 @pytest.mark.parametrize(("name", "calls"), [("cvt_micro", 12), ("mvitv2_micro", 15)])
 def test_models_use_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str, calls: int, adaptive: bool) -> None:
     """Every query, key and value of a model goes through the kernel, and its logits stay what they were."""
-    module, launched = sys.modules["common.kernels.depthwise"], []
-    launch = module.launch
-    monkeypatch.setattr(module, "launch", lambda kernel, *a, **k: (launched.append(kernel), launch(kernel, *a, **k)))
-    model, x = create_model(name, adaptive=adaptive, anchors=()).eval(), torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        fast = model(x)
-        assert len(launched) == calls
-        monkeypatch.setattr(kernels.base, "ENABLED", False)
-        assert torch.allclose(fast, model(x), atol=1e-5, rtol=1e-4)
-    assert len(launched) == calls
+    launched = launches(monkeypatch, "depthwise")
+    model = create_model(name, adaptive=adaptive, anchors=()).eval()
+    assert_same_logits_by_kernels(monkeypatch, model, launched, calls)
 
 
 def test_plain_depthwise_is_the_convolution() -> None:

@@ -71,6 +71,9 @@ def test_phases_of_convolutions(monkeypatch: pytest.MonkeyPatch, score: Any, ske
     fast, plain = both(monkeypatch, lambda: anchor.phases(x, weight, Strided.of(conv), bias, fast=True))
     assert torch.allclose(fast, plain, rtol=1e-5)
     assert torch.equal(best_offset(fast), best_offset(plain))
+    monkeypatch.setattr(kernels.base, "ENABLED", True)
+    other = anchor.phases(x, weight, Strided.of(conv), bias + 1, fast=True)
+    assert not torch.allclose(other, fast)  # the same weights with another bias are no old acquaintance
 
 
 @interpreted

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import passes_in_the_interpreter
+from conftest import launches, passes_in_the_interpreter
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,15 +33,7 @@ def test_kernels_in_the_interpreter() -> None:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the merging kernels that ran, in turn."""
-    names: list[str] = []
-    launch = merging.launch
-
-    def noted(kernel: Any, *args: Any, **constants: Any) -> None:
-        names.append(kernel.__name__)
-        launch(kernel, *args, **constants)
-
-    monkeypatch.setattr(merging, "launch", noted)
-    return names
+    return launches(monkeypatch, "merging")
 
 
 def lively(norm: nn.LayerNorm) -> nn.LayerNorm:

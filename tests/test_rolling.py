@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, passes_in_the_interpreter, randomize
+from conftest import ROOT, assert_same_logits_by_kernels, launches, passes_in_the_interpreter, randomize
 from torch import Tensor
 
 from common import kernels
@@ -20,16 +20,8 @@ interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_ke
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list:
-    module, kernels_launched = sys.modules["common.kernels.rolling"], []
-    launch = module.launch
-
-    def noted(kernel, *args, **constants) -> None:
-        kernels_launched.append(kernel)
-        launch(kernel, *args, **constants)
-
-    monkeypatch.setattr(module, "launch", noted)
-    return kernels_launched
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return launches(monkeypatch, "rolling")
 
 
 @pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
@@ -173,13 +165,8 @@ def test_embedding_of_tokens(monkeypatch: pytest.MonkeyPatch, launched: list, pl
 def test_models_use_the_kernel(monkeypatch: pytest.MonkeyPatch, launched: list, name: str, settings: dict,
                                calls: int) -> None:  # fmt: skip
     """Every roll of tokens in an adaptive model is the kernel's, and its logits stay what they were."""
-    model, x = randomize(create_model(name, **settings)).eval(), torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        fast = model(x)
-        assert len(launched) == calls
-        monkeypatch.setattr(kernels.base, "ENABLED", False)
-        assert torch.allclose(fast, model(x), atol=1e-5, rtol=1e-4)
-    assert len(launched) == calls
+    model = randomize(create_model(name, **settings)).eval()
+    assert_same_logits_by_kernels(monkeypatch, model, launched, calls)
 
 
 def test_torch_form() -> None:

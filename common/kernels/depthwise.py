@@ -16,6 +16,8 @@ if AVAILABLE:
     import triton
     import triton.language as tl
 
+    from .base import around
+
 __all__ = ["depthwise", "fits_depthwise_kernel", "plain_depthwise"]
 
 PROGRAMS = 2048  # of a backward pass: enough to fill a GPU, and each leaves one sum per weight
@@ -67,8 +69,7 @@ if AVAILABLE:
         tap. And whether there is one. The first output is at ``start``."""
         n = p + 1 - i - start if BACK else p * STRIDE + i - 1 + start
         if CIRCULAR:
-            n = tl.where(n < 0, n + side, n)
-            n = tl.where(n >= side, n - side, n)
+            n = around(n, side)
         there = (n >= 0) & (n < side)
         if BACK:
             there = there & (n % STRIDE == 0)
