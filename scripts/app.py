@@ -251,8 +251,9 @@ def build_page(sides: tuple[Side, Side]) -> Any:
         checked = f"(image, dx, dy) => [image, {step('dx', 0, width)}, {step('dy', 0, height)}]"
         follow: dict[str, Any] = dict(fn=redraw, inputs=[image, dx, dy], outputs=[view, panels], js=checked, **quiet)
         gr.on([dx.change, dy.change], trigger_mode="always_last", **follow)
-        strip.select(choose, None, image, **quiet).then(**follow)
-        own.upload(upload, [own, image], image, trigger_mode="multiple", **quiet).then(**follow)
+        every: dict[str, Any] = dict(trigger_mode="multiple")  # else what comes while one is drawn is dropped
+        strip.select(choose, None, image, **every, **quiet).then(**every, **follow)
+        own.upload(upload, [own, image], image, **every, **quiet).then(**every, **follow)
         page.load(None, js=KEYS)
     return page
 

@@ -171,6 +171,14 @@ def test_without_gradio_the_script_names_the_extra(monkeypatch: pytest.MonkeyPat
         runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
+def test_no_image_is_dropped_while_another_is_drawn(sides: Any) -> None:
+    """Else, where drawing takes long, the page goes on showing an image that is not the last one chosen."""
+    pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
+    events = [event for event in APP.build_page(sides).config["dependencies"] if event["backend_fn"]]
+    assert len(events) == 5  # a slider moves; an example is chosen, then drawn; a file is uploaded, then drawn
+    assert {event["trigger_mode"] for event in events} == {"always_last", "multiple"}  # "once" is the one that drops
+
+
 # in a browser
 
 
