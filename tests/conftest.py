@@ -2,7 +2,6 @@
 
 import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,15 +28,15 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def passes_in_the_interpreter(file: str) -> None:
-    """Run a file's tests once more in Triton's interpreter, which must be chosen before Triton is imported: so in a
-    process of its own."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file], cwd=ROOT,
-                          env=environment, text=True, capture_output=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+interpreted = pytest.mark.interpreted
+"""Kernels against their torch forms, in Triton's interpreter: run by ``test_interpreter.py``."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not kernels.INTERPRETED:
+        for item in items:
+            if item.get_closest_marker("interpreted"):
+                item.add_marker(pytest.mark.skip(reason="run by test_interpreter.py, in a process of its own"))
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, module: str) -> list[str]:

@@ -1,6 +1,4 @@
-"""Patch merging at an offset: the kernels and their gradients against the torch form, in Triton's interpreter, which
-must be chosen before Triton is imported: so this file runs itself once more, in a process of its own.
-"""
+"""Patch merging at an offset: the kernels and their gradients against the torch form."""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import launches, passes_in_the_interpreter
+from conftest import interpreted, launches
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,17 +15,10 @@ from common import kernels
 from common.registry import create_model
 from common.windowed import merge_patches, reduce_patches
 
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a child")
 merging = sys.modules["common.kernels.merging"]
 
 PHASES = [(0, 0), (0, 1), (1, 0), (1, 1)]
 FAR = [(5, 9), (4, 7), (0, 9), (3, 2)]  # of 6 x 10 tokens: whole turns less one, both parities
-
-
-@pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
-def test_kernels_in_the_interpreter() -> None:
-    """What a GPU computes, and learns from, is what the readable code says."""
-    passes_in_the_interpreter(__file__)
 
 
 @pytest.fixture

@@ -1,28 +1,17 @@
-"""MViTv2's anchors with kernels and without: the norm folded into the score, and taken while tokens are rolled. Without
-a GPU the kernels run in Triton's interpreter, which must be chosen before Triton is imported: so this file runs itself
-once more, in a process of its own.
-"""
+"""MViTv2's anchors with kernels and without: the norm folded into the score, and taken while tokens are rolled."""
 
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from conftest import passes_in_the_interpreter, randomize
+from conftest import interpreted, randomize
 from torch import Tensor
 
 from common import kernels
 from common.anchors import Strided, TokenNorm
 from common.registry import create_model
 from mvitv2.model import MViTv2Block, PoolAnchor
-
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a child")
-
-
-@pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
-def test_kernels_in_the_interpreter() -> None:
-    """What a GPU computes is what the readable code says."""
-    passes_in_the_interpreter(__file__)
 
 
 def tokens(size: tuple[int, int], channels: int) -> Tensor:

@@ -1,13 +1,11 @@
-"""Rolled and padded tokens: the kernel against its torch form. Without a GPU it runs in Triton's interpreter, which
-must be chosen before Triton is imported: so this file runs itself once more, in a process of its own.
-"""
+"""Rolled and padded tokens: the kernel against its torch form."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, assert_same_logits_by_kernels, launches, passes_in_the_interpreter, randomize
+from conftest import ROOT, assert_same_logits_by_kernels, interpreted, launches, randomize
 from torch import Tensor
 
 from common import kernels
@@ -16,25 +14,23 @@ from common.registry import create_model
 from common.shifts import circular_pad, roll
 from cvt.model import ConvEmbed
 
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_kernel_in_the_interpreter, in a child")
-
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launches(monkeypatch, "rolling")
 
 
-@pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
-def test_kernel_in_the_interpreter() -> None:
-    """What a GPU computes is what the readable code says."""
-    passes_in_the_interpreter(__file__)
-
-
-@pytest.mark.skipif(kernels.INTERPRETED, reason="this is the child")
-@pytest.mark.parametrize("first", ["common.kernels", "common.shifts"])
-def test_either_may_be_imported_first(first: str) -> None:
+def test_either_may_be_imported_first() -> None:
     """Rolls use kernels, and the torch form of a kernel uses shifts: no order of imports may break on that."""
-    code = f"import {first}; import common.kernels, common.shifts; common.kernels.rolled; common.shifts.roll"
+    code = """
+import sys
+from importlib import import_module
+for first, then in (("common.kernels", "common.shifts"), ("common.shifts", "common.kernels")):
+    for name in [name for name in sys.modules if name.startswith("common")]:
+        del sys.modules[name]
+    import_module(first), import_module(then)
+    sys.modules["common.kernels"].rolled, sys.modules["common.shifts"].roll
+"""
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

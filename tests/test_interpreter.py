@@ -1,0 +1,23 @@
+"""The Triton kernels where there is no GPU: in Triton's interpreter, which must be chosen before Triton is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+FILES = [file for file in sorted(Path(__file__).parent.glob("test_*.py")) if "@interpreted" in file.read_text()]
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_kernels_compute_what_the_readable_code_says(half: int) -> None:
+    """Else a GPU gives other results than a CPU. In two processes, which are slow to start but may run at once."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "interpreted", *FILES[half::2]]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
