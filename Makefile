@@ -9,7 +9,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.installed-test lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=15
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -55,8 +55,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, module: str) -> list[str]:
 
 def assert_same_logits_by_kernels(monkeypatch: pytest.MonkeyPatch, model: nn.Module, launched: list[str],
                                   calls: int) -> None:  # fmt: skip
-    """That so many kernels are launched for two small images, and none without kernels, with the same logits."""
-    x = torch.randn(2, 3, 32, 32)
+    """That so many kernels are launched for a small image, and none without kernels, with the same logits."""
+    x = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         fast = model(x)
         assert len(launched) == calls
