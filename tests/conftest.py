@@ -3,7 +3,7 @@
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,6 +87,14 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Iterator[None]:
+    """Compiled models share their code, and only so many graphs are kept of one: else tests would depend on others."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def randomize(model: M, seed: int = 0) -> M:
