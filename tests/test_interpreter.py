@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-FILES = [file for file in sorted(Path(__file__).parent.glob("test_*.py")) if "@interpreted" in file.read_text()]
+FILES = [file for file in sorted(Path(__file__).parent.glob("test_*.py")) if "\n@interpreted" in file.read_text()]
 
 
 @pytest.mark.parametrize("half", [0, 1])
