@@ -28,6 +28,7 @@ __all__ = [
     "ConvAnchor",
     "Fold",
     "MergeAnchor",
+    "MergeWeights",
     "Score",
     "Strided",
     "TokenNorm",
@@ -100,6 +101,16 @@ class Fold(NamedTuple):
     eps: float
 
 
+class MergeWeights(NamedTuple):
+    """What a merging anchor scores, as a convolution (r, C, 2, 2) with the norm before it; and what the merging itself
+    multiplies by, if a kernel has made both in one pass: see ``kernels.merging_weights``."""
+
+    kernel: Tensor
+    fold: Fold | None
+    scaled: Tensor | None = None
+    folded: Tensor | None = None
+
+
 class TokenNorm(NamedTuple):
     """A LayerNorm of each token before the convolution. It folds too: W LN(t) = W' t / std + W ``shift``, where W' is
     W diag(``gain``) less its mean over channels, which leaves nothing of the mean of t.
@@ -147,6 +158,14 @@ class Anchor(nn.Module):
         """Rows (D, ...) of the linear map whose output is scored, or their r fixed combinations (r, ...)."""
         mixing = self.mixing(len(weight), weight)
         return weight if mixing is None else product(mixing, weight.flatten(1)).unflatten(1, weight.shape[1:])
+
+    def affine_rows(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """``rows`` of a weight (D, ...) and of the bias (D,) that goes with it."""
+        mixing = None if bias is None else self.mixing(len(weight), weight)
+        if bias is None or mixing is None or not kernels.fits_sketch(mixing, weight):
+            return self.rows(weight), None if bias is None else self.rows(bias[:, None])[:, 0]
+        both = kernels.sketched(mixing, weight.flatten(1), bias)
+        return both[:, :-1].unflatten(1, weight.shape[1:]), both[:, -1]
 
     def depthwise_rows(self, *weights: Tensor) -> Tensor:
         """Depthwise kernels (C, 1, k, k) of one input: side by side, or r fixed combinations of all (r, C, k, k)."""
@@ -205,32 +224,40 @@ class Anchor(nn.Module):
 
     def _parts(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None,
                fold: Fold | TokenNorm | None) -> Tensor:  # fmt: skip
-        """Energy and direction per phase, by one product and one kernel: partial sums (B, parts, 2, s, s)."""
+        """Energy and direction per phase: partial sums (B, parts, 2, s, s), by one kernel or by a product and one."""
         tokens, channels = x.permute(0, 2, 3, 1), x.shape[1]
-        scale, colsum, sums, squares, eps = None, None, None, None, 0.0
+        scale, colsum, total, square, eps = None, None, None, None, 0.0
         more = [] if bias is None else [bias]
         more += [] if fold is None else fold[:2]  # its two tensors
-        taps, constant = kept(lambda: self._taps(weight, bias, fold, x.dtype), x.dtype, weight, *more)
-        if isinstance(fold, TokenNorm):
-            total, square, _ = self.moments(tokens) if fold.moments is None else fold.moments.unbind(1)
-            scale = (square / channels - (total / channels).square()).clamp_min(0).add(fold.eps).rsqrt()
-        elif fold is not None:
-            sums, squares, _ = self.moments(tokens)
-            colsum, eps = fold.sums.float(), fold.eps
+        once = kernels.fits_token_scores(tokens, weight)
+        taps, constant = kept(lambda: self._taps(weight, bias, fold, x.dtype, once), (x.dtype, once), weight, *more)
+        if fold is not None:
+            known = fold.moments if isinstance(fold, TokenNorm) else None
+            total, square, _ = self.moments(tokens) if known is None else known.unbind(1)
+            colsum, eps = None if isinstance(fold, TokenNorm) else fold.sums.float(), fold.eps
+        if once:
+            return kernels.token_scores(tokens, taps, constant, self.wave, colsum, total, square, conv.kernel[0],
+                                        conv.padding[0], conv.stride[0], eps)  # fmt: skip
+        if total is not None and square is not None and colsum is None:
+            scale = (square / channels - (total / channels).square()).clamp_min(0).add(eps).rsqrt()
         y = F.linear(tokens, taps)  # every token by every tap, B, H, W, k k r
-        return kernels.token_energies(y, constant, self.wave, scale, colsum, sums, squares, channels, conv.kernel[0],
+        return kernels.token_energies(y, constant, self.wave, scale, colsum, total, square, channels, conv.kernel[0],
                                       conv.padding[0], conv.stride[0], eps)  # fmt: skip
 
-    def _taps(self, weight: Tensor, bias: Tensor | None, fold: Fold | TokenNorm | None,
-              dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Weights as (taps, C), a tap being a row, a column and an output, and what is added to the sum of all."""
+    def _taps(self, weight: Tensor, bias: Tensor | None, fold: Fold | TokenNorm | None, dtype: torch.dtype,
+              once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Weights as (taps, C), a tap being a row, a column and an output, or as ``token_scores`` reads them, and what
+        is added to the sum of all."""
         if isinstance(fold, TokenNorm):
             weight, bias = fold.into(weight, bias)
         elif fold is not None:
             bias = fold.constant
+        constant = torch.zeros(len(weight), device=weight.device) if bias is None else bias.float().contiguous()
+        if once:
+            return kernels.in_one_pass(weight.to(dtype)), constant
         taps = weight.to(dtype).permute(2, 3, 0, 1).flatten(0, 2)
         taps = F.pad(taps, (0, 0, 0, -len(taps) % 8)) if len(taps) % 8 else taps.clone()  # GPUs multiply in eights
-        return taps, torch.zeros(len(weight), device=weight.device) if bias is None else bias.float().contiguous()
+        return taps, constant
 
     def extra_repr(self) -> str:
         return f"score={self.score!r}, sketch={self.sketch}"
@@ -248,22 +275,34 @@ class ConvAnchor(Anchor):
         offset = self.offset(x, conv, fast)
         return roll(x, offset, within=True), offset
 
+    def prepare(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> Tensor:
+        """x as both ``offset`` and the convolution read it: an image in inference is ``packed`` once for both."""
+        (k, _), (s, _), _ = Strided.of(conv)
+        rows, half = min(self.sketch or len(conv.weight), len(conv.weight)), kernels.product_dtype(x)
+        fits = fast and kernels.fits_image_tokens(x, conv.weight, s, half) and kernels.fits_image_phases(x, rows, k, s)
+        return kernels.packed(x, half) if fits else x
+
     @torch.no_grad()
     def offset(self, x: Tensor, conv: nn.Conv2d, fast: bool = False, at: Tensor | None = None) -> Tensor:
-        """The best phase of x or, with ``at`` (B, 2) in [0, side), of x rolled there."""
+        """The best phase of x or, with ``at`` (B, 2) in [0, side), where the best phase of x rolled there begins in x:
+        ``at`` and that phase, on the torus."""
         with self.precision(x, fast):
             x, strided = self.cast(x, fast), Strided.of(conv)
             weights = [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
             weight, bias = kept(lambda: self._of_weights(conv, x.dtype), (self.sketch, x.dtype), *weights)
-            if fast and kernels.fits_image_phases(x, weight, strided.stride[0]):
+            if fast and kernels.fits_image_phases(x, len(weight), strided.kernel[0], strided.stride[0]):
                 return self._of_image(x, weight, strided, bias, at)
-            return self.choose(x if at is None else roll(x, at, within=True), weight, strided, bias, fast=fast)
+            if at is None:
+                return self.choose(x, weight, strided, bias, fast=fast)
+            place = at + self.choose(roll(x, at, within=True), weight, strided, bias, fast=fast)
+            sides = torch.stack([torch.full_like(at[:, 0], side) for side in x.shape[2:]], 1)
+            return torch.where(place < sides, place, place - sides)
 
     def _of_weights(self, conv: nn.Conv2d, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of what is scored."""
         weight, bias = whole(conv.weight), None if conv.bias is None else whole(conv.bias)
         if conv.groups == 1:
-            weight, bias = self.rows(weight), None if bias is None else self.rows(bias[:, None])[:, 0]
+            weight, bias = self.affine_rows(weight, bias)
         return weight.to(dtype, copy=True), None if bias is None else bias.to(dtype, copy=True)
 
     def _of_image(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, at: Tensor | None) -> Tensor:
@@ -271,9 +310,10 @@ class ConvAnchor(Anchor):
         (stride, _), (k, _) = conv.stride, conv.kernel
         half = kernels.product_dtype(x)  # float32 is more than a choice needs
         half = torch.float16 if half == torch.float32 and not kernels.INTERPRETED else half
-        weights = kept(lambda: kernels.in_pieces(kernels.all_phases(weight.to(half), stride)), half, weight)
+        x = kernels.packed(x, half)
+        weights = kept(lambda: kernels.in_pieces(kernels.all_phases(weight.to(half), stride), x), half, weight)
         parts = kernels.image_phases(x, at, weights, bias, self.wave, k + stride - 1, stride, conv.padding[0])
-        return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), self.score == "signed")
+        return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), self.score == "signed", at, x.shape[3])
 
 
 def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None) -> Tensor:
@@ -303,20 +343,41 @@ class MergeAnchor(Anchor):
         return roll(x, offset, (1, 2), within=True), offset
 
     @torch.no_grad()
-    def offset(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None, fast: bool = False) -> Tensor:
+    def offset(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None, fast: bool = False,
+               weights: MergeWeights | None = None) -> Tensor:  # fmt: skip
+        """``weights`` are those of ``weights(x, reduction, norm, ...)``, where they are known already."""
         with self.precision(x, fast):
-            x = self.cast(x, fast).permute(0, 3, 1, 2)  # B, C, H, W
-            weights = [reduction.weight] if norm is None else [reduction.weight, norm.weight, norm.bias]
-            kernel, fold = kept(lambda: self._of_weights(reduction, norm, x), (self.sketch, x.dtype), *weights)
-            return self.choose(x, kernel, Strided((2, 2), (2, 2), (0, 0)), fold=fold, fast=fast)
+            x = self.cast(x, fast)
+            kernel, fold = (weights or self.weights(x, reduction, norm))[:2]
+            return self.choose(x.permute(0, 3, 1, 2), kernel, Strided((2, 2), (2, 2), (0, 0)), fold=fold, fast=fast)
 
-    def _of_weights(self, reduction: nn.Linear, norm: nn.LayerNorm | None, x: Tensor) -> tuple[Tensor, Fold | None]:
-        projection = self.rows(whole(reduction.weight))  # r, 4C
-        weight = projection if norm is None else projection * whole(norm.weight)
-        kernel = weight.view(-1, 2, 2, x.shape[1]).permute(0, 3, 2, 1).to(x.dtype, copy=True)  # r, C, row, column
-        if norm is None:
-            return kernel, None
-        return kernel, Fold(weight.sum(1), (projection * whole(norm.bias)).sum(1), norm.eps)
+    @torch.no_grad()
+    def weights(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None,
+                scaled: torch.dtype | None = None) -> MergeWeights:  # fmt: skip
+        """What is scored, of x's type; and what ``kernels.merged_product`` takes, of the type given."""
+        given = [reduction.weight] if norm is None else [reduction.weight, norm.weight, norm.bias]
+        how = self.sketch, x.dtype, scaled
+        return kept(lambda: self._of_weights(reduction, norm, x.dtype, scaled), how, *given)
+
+    def _of_weights(self, reduction: nn.Linear, norm: nn.LayerNorm | None, dtype: torch.dtype,
+                    scaled: torch.dtype | None) -> MergeWeights:  # fmt: skip
+        weight, eps = whole(reduction.weight), 0.0 if norm is None else norm.eps
+        gain, bias = (None, None) if norm is None else (whole(norm.weight), whole(norm.bias))
+        mixing = self.mixing(len(weight), weight)
+        others: list[Tensor] = []
+        few = mixing is not None and kernels.fits_sketch(mixing, weight)
+        if few or scaled is not None:
+            taps, parts, *others = kernels.merging_weights(weight, mixing if few else None, gain, bias, dtype, scaled)
+            others = others if scaled is not None else []
+        if few:
+            sums, constant = parts.sum(0).unbind()
+            return MergeWeights(taps.permute(2, 3, 0, 1), None if norm is None else Fold(sums, constant, eps), *others)
+        projection = self.rows(weight)  # r, 4C
+        weight = projection if gain is None else projection * gain
+        kernel = weight.view(len(weight), 2, 2, -1).permute(0, 3, 2, 1).to(dtype, copy=True)  # r, C, row, column
+        if bias is None:
+            return MergeWeights(kernel, None, *others)
+        return MergeWeights(kernel, Fold(weight.sum(1), (projection * bias).sum(1), eps), *others)
 
 
 class WindowAnchor(Anchor):
@@ -351,15 +412,13 @@ class WindowAnchor(Anchor):
             fast = fast and x.dtype != torch.float64
             given = self.moments(x) if moments is None or not fast else moments.unbind(1)
             _, square, toward = (t if fast else _wide(t) for t in given)  # B, H, W each
-            strength = square.sqrt()
-            if self.score == "signed":
-                strength = strength + 0.1 * (2.0 / x.shape[-1]) ** 0.5 * toward
+            gain = 0.1 * (2.0 / x.shape[-1]) ** 0.5 if self.score == "signed" else 0.0
             single = (x.shape[1] == window[0], x.shape[2] == window[1])
+            if fast and not any(single) and kernels.fits_window_scores(square, window):
+                return kernels.best_window(square, toward if gain else square, self.taps, list(window), gain)
+            strength = square.sqrt() + gain * toward if gain else square.sqrt()
             if all(single):
                 return best_offset(strength)
-            if fast and not any(single) and kernels.fits_window_scores(strength, window):
-                return kernels.best_window(kernels.window_energies(strength.contiguous(), self.taps, list(window)),
-                                           list(window))  # fmt: skip
             rows, columns = (self._window_mean(n, w, strength) for n, w in zip(x.shape[1:3], window, strict=True))
             energy = (rows @ strength @ columns.T).square()  # v^2 of the window that starts at each token
             if not any(single):

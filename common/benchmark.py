@@ -448,12 +448,17 @@ def module_calls(model: Classifier, x: Tensor, setting: Setting) -> dict[str, li
     offset: Callable[[str], Any] = lambda name: part(name) and part(name).offset  # noqa: E731
     stages = part("layers") or part("stages")
     last = [stage.blocks[-1] for stage in stages]
+    ready = [part("merge_anchor").weights] if part("merge_anchor") and model.canonical else []  # else a part of offset
     groups: dict[str, list[list[Any]]] = {
         "canonical place": [[model.canonicalize.offset]],
-        "tokenization": [[offset("token_anchor")], [part("patch_embed"), *(getattr(s, "embed", None) for s in stages)]],
+        "tokenization": [
+            [part("token_anchor") and part("token_anchor").prepare],
+            [offset("token_anchor")],
+            [part("patch_embed"), *(getattr(s, "embed", None) for s in stages)],
+        ],
         "window selection": [[offset("window_anchor")]],
         "pooling selection": [[offset("projection_anchor") or part("pool_anchor")]],
-        "patch merging": [[offset("merge_anchor")], [getattr(stage, "downsample", None) for stage in stages]],
+        "patch merging": [ready, [offset("merge_anchor")], [getattr(stage, "downsample", None) for stage in stages]],
         "relative positions": [[getattr(block.attn, "position_bias", None) for block in last]],
         "attention": [[block.attn for block in last]],
         "block": [last],

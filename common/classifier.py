@@ -89,9 +89,10 @@ class Classifier(HubModel):
         """Raise unless this model takes images of ``size`` (adaptive: is exact for them)."""
         check_size(size, self.multiple, "an exactly shift-equivariant model" if self.adaptive else "this model")
 
-    def enter(self, x: Tensor, anchor: ConvAnchor | None, embed: nn.Conv2d) -> Tensor:
-        """Check a batch, and say where each image begins (B, 2) in an adaptive model: at its canonical place and there
-        at the best phase of the convolution that makes tokens. Nothing is moved yet: one roll does both."""
+    def enter(self, x: Tensor, anchor: ConvAnchor | None, embed: nn.Conv2d) -> tuple[Tensor, Tensor]:
+        """Check a batch; give it as it is read from now on, and say where each image begins (B, 2) in an adaptive
+        model: at its canonical place and there at the best phase of the convolution that makes tokens. Nothing is moved
+        yet: one roll does both."""
         check_images(x, self.in_chans)
         self.check_size((x.shape[2], x.shape[3]))
         if self.adaptive and self.canonical:
@@ -99,10 +100,9 @@ class Classifier(HubModel):
         else:
             offset = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device)
         if anchor is None:
-            return offset
-        row, column = (offset + anchor.offset(x, embed, self.canonical, at=offset)).unbind(1)
-        wrapped = [torch.where(o < side, o, o - side) for o, side in zip((row, column), x.shape[2:], strict=True)]
-        return torch.stack(wrapped, 1)
+            return x, offset
+        x = anchor.prepare(x, embed, self.canonical)
+        return x, anchor.offset(x, embed, self.canonical, at=offset)
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         """Tokens (B, H/s, W/s, C) of stages 0..last, each with the pixel offsets (B, 2) of its grid's origin, and what

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import kernels
+
 __all__ = ["kept", "product", "whole"]
 
 T = TypeVar("T")
@@ -35,6 +37,8 @@ def kept(make: Callable[[], T], name: Hashable, *weights: Tensor) -> T:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of a few rows and weights, not in autocast's precision; a compiler makes it one pass with what is next."""
+    if kernels.fits_sketch(a, b):
+        return kernels.sketched(a, b, None)
     if torch.compiler.is_compiling():
         return (a[:, :, None] * b).sum(1)
     with torch.autocast(a.device.type, enabled=False):

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import kernels
-from .anchors import ConvAnchor, MergeAnchor, WindowAnchor
+from .anchors import ConvAnchor, MergeAnchor, MergeWeights, WindowAnchor
 from .classifier import Classifier, Stages, to_pair
 from .embedding import embed
 from .shifts import roll
 from .windows import shifted_window_mask, window_shift
 
-__all__ = ["ANCHORS", "PatchEmbed", "WindowedClassifier", "merge_patches", "reduce_patches"]
+__all__ = ["ANCHORS", "PatchEmbed", "WindowedClassifier", "merge_patches", "reduce_patches", "reduction_dtype"]
 
 ANCHORS = ("token", "window", "merge")
 
@@ -52,29 +52,47 @@ def merge_patches(x: Tensor, offset: Tensor | None = None, norm: nn.LayerNorm | 
     return x if norm is None else norm(x)
 
 
-def reduce_patches(x: Tensor, offset: Tensor | None, norm: nn.LayerNorm | None, reduction: nn.Linear) -> Tensor:
-    """``reduction`` of ``merge_patches``: (B, H, W, C) -> (B, H/2, W/2, D). In inference one kernel, if it fits."""
-    dtype, weight = kernels.product_dtype(x), reduction.weight
+def reduction_dtype(x: Tensor, norm: nn.LayerNorm | None, reduction: nn.Linear) -> torch.dtype | None:
+    """The type ``reduce_patches`` multiplies in if it is one kernel: in inference, half precision, with few outputs."""
+    dtype = kernels.product_dtype(x)
     plain = norm is None or (norm.elementwise_affine and x.dtype == dtype)  # a mean must not be rounded
-    plain = plain and reduction.bias is None and kernels.fits_merged_product(x, weight, dtype)
+    plain = plain and reduction.bias is None and kernels.fits_merged_product(x, reduction.weight, dtype)
+    return dtype if plain else None
+
+
+def reduce_patches(x: Tensor, offset: Tensor | None, norm: nn.LayerNorm | None, reduction: nn.Linear,
+                   weights: MergeWeights | None = None,
+                   wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """``reduction`` of ``merge_patches``: (B, H, W, C) -> (B, H/2, W/2, D). In inference one kernel, if it fits.
+
+    ``weights`` are what the anchor has made of these two modules'. With ``wave`` also the tokens' moments
+    (``kernels.token_moments``), (B, 3, H/2, W/2), where they cost little.
+    """
     if offset is not None and kernels.usable(x) and torch.is_grad_enabled():  # patches are made again, not remembered
         return checkpoint(lambda t: reduction(merge_patches(t, offset, norm)), x, use_reentrant=False,
-                          preserve_rng_state=False)  # fmt: skip
-    if offset is None or not plain:
-        return reduction(merge_patches(x, offset, norm))
-    if norm is None:
-        return kernels.merged_product(x.to(dtype), offset, weight, None, None, None, None, 0.0)
-    if torch.compiler.is_compiling():  # the anchor has these sums already, and the compiler finds them
-        sums, squares = x.float().sum(-1), x.float().square().sum(-1)
-    else:
-        sums, squares, _ = kernels.token_moments(x, norm.weight).unbind(1)
-    return kernels.merged_product(x, offset, weight, norm.weight, norm.bias, sums, squares, norm.eps)
+                          preserve_rng_state=False), None  # fmt: skip
+    dtype = reduction_dtype(x, norm, reduction)
+    if offset is None or dtype is None:
+        return reduction(merge_patches(x, offset, norm)), None
+    x, eps, gain, bias, sums, squares = x.to(dtype), 0.0, None, None, None, None
+    if norm is not None:
+        eps, gain, bias = norm.eps, norm.weight, norm.bias
+        if torch.compiler.is_compiling():  # the anchor has these sums already, and the compiler finds them
+            sums, squares = x.float().sum(-1), x.float().square().sum(-1)
+        else:
+            sums, squares, _ = kernels.token_moments(x, norm.weight).unbind(1)
+    scaled, folded = (None, None) if weights is None else weights[2:]
+    if scaled is None:
+        scaled, folded = kernels.merging_weights(reduction.weight, None, gain, bias, dtype, dtype)[2:]
+    folded = None if norm is None else folded
+    tokens, moments = kernels.merged_product(x, offset, scaled, folded, sums, squares, wave, eps)
+    return tokens, moments.transpose(0, 1) if len(moments) else None
 
 
 class WindowedClassifier(Classifier):
     """A hierarchy of windowed stages. A subclass adds ``patch_embed``, ``layers``, ``norm`` and ``head``.
 
-    A stage has ``downsample`` (identity, or a patch merging with ``offset``) and ``blocks`` called as
+    A stage has ``downsample`` (identity, or a patch merging with ``weights`` and ``offset``) and ``blocks`` called as
     ``block(x, shift, mask, origin)``.
     """
 
@@ -118,7 +136,7 @@ class WindowedClassifier(Classifier):
                     nn.init.zeros_(module.bias)
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
+        x, offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
         wave = None if self.window_anchor is None else self.window_anchor.wave
         x, moments = self.patch_embed(x, offset if self.adaptive else None, wave)
         stages: Stages = []
@@ -126,13 +144,14 @@ class WindowedClassifier(Classifier):
         for i, stage in enumerate(self.layers[: last + 1]):
             stride, window = self.feature_info[i]["reduction"], self.windows[i]
             if i > 0 and self.merge_anchor is not None:
-                o = stage.downsample.offset(self.merge_anchor, x, self.canonical)
-                x, offset = stage.downsample(x, o), offset + stride // 2 * o
-            else:
-                x = stage.downsample(x)
+                weights = stage.downsample.weights(self.merge_anchor, x) if self.canonical else None
+                o = stage.downsample.offset(self.merge_anchor, x, self.canonical, weights)
+                (x, moments), offset = stage.downsample(x, o, weights, wave), offset + stride // 2 * o
+            elif i > 0:
+                x, moments = stage.downsample(x)
             origin = None
             if self.window_anchor is not None:
-                o = self.window_anchor.offset(x, window, self.canonical, None if i else moments)
+                o = self.window_anchor.offset(x, window, self.canonical, moments)
                 if kernels.usable(x):  # where windows begin is one more number to the kernel: nothing is moved
                     origin = o
                 else:

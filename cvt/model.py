@@ -20,10 +20,10 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided
+from common.anchors import Anchor, ConvAnchor, Score, Strided, TokenNorm
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
-from common.kernels import depthwise, product_dtype, usable
+from common.kernels import depthwise, usable
 from common.registry import defaults, register_model
 from common.shifts import roll
 from common.weights import kept, whole
@@ -61,15 +61,15 @@ class KeyValueAnchor(Anchor):
     """
 
     @torch.no_grad()
-    def offset(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d, fast: bool = False) -> Tensor:
+    def offset(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d, fast: bool = False,
+               moments: Tensor | None = None) -> Tensor:  # fmt: skip
+        """``moments`` (B, 3, H, W) are those of x, where they are known already."""
         with self.precision(x, fast):
-            x = self.cast(x, fast)
-            gain, shift = whole(norm.weight).to(x), whole(norm.bias).to(x)
-            x = F.layer_norm(x, norm.normalized_shape, gain, shift, norm.eps).permute(0, 3, 1, 2)
-            x = x.to(product_dtype(x)) if fast else x
-            kernel = kept(lambda: self.depthwise_rows(whole(key.weight), whole(value.weight)).to(x.dtype, copy=True),
-                          (self.sketch, x.dtype), key.weight, value.weight)  # fmt: skip
-            return self.choose(x, kernel, Strided.of(key), fast=fast)
+            x = self.cast(x, fast).permute(0, 3, 1, 2)
+            fold = TokenNorm(whole(norm.weight), whole(norm.bias), norm.eps, moments)
+            kernel = kept(lambda: self.depthwise_rows(whole(key.weight), whole(value.weight)), self.sketch,
+                          key.weight, value.weight)  # fmt: skip
+            return self.choose(x, kernel, Strided.of(key), fold=fold, fast=fast)
 
 
 class ConvEmbed(nn.Module):
@@ -84,9 +84,11 @@ class ConvEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=stride, padding=padding, padding_mode=padding_mode)
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        """``offset`` (B, 2) in [0, side) is where each image, or grid of tokens, begins, if not at (0, 0)."""
-        return embed(self.proj, x, offset, self.norm)[0]
+    def forward(self, x: Tensor, offset: Tensor | None = None, wave: Tensor | None = None) -> Any:
+        """``offset`` (B, 2) in [0, side) is where each image, or grid of tokens, begins, if not at (0, 0). With
+        ``wave`` a pair: tokens and their moments, or None where these cost much, see ``embed``."""
+        tokens, moments = embed(self.proj, x, offset, self.norm, wave)
+        return tokens if wave is None else (tokens, moments)
 
 
 class ConvProjection(nn.Module):
@@ -172,9 +174,9 @@ class CvTStage(nn.Module):
             Block(dim=dim, drop_path=drop_path[i], padding_mode=padding_mode, **block) for i in range(depth)
         )
 
-    def offset(self, anchor: KeyValueAnchor, x: Tensor, fast: bool) -> Tensor:
+    def offset(self, anchor: KeyValueAnchor, x: Tensor, fast: bool, moments: Tensor | None = None) -> Tensor:
         block: Any = self.blocks[0]
-        return anchor.offset(x, block.norm1, block.attn.k.conv, block.attn.v.conv, fast)
+        return anchor.offset(x, block.norm1, block.attn.k.conv, block.attn.v.conv, fast, moments)
 
 
 class ClassTokenHead(nn.Module):
@@ -270,8 +272,9 @@ class CvT(Classifier):
         return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        offset = self.enter(x, self.token_anchor, self.stages[0].embed.proj)  # type: ignore[union-attr, arg-type]
+        x, offset = self.enter(x, self.token_anchor, self.stages[0].embed.proj)  # type: ignore[union-attr, arg-type]
         begin = offset if self.adaptive else None
+        wave = self.projection_anchor.wave if self.projection_anchor is not None and self.canonical else None
         stages: Stages = []
         stride, tokens = 1, x
         for i in range(last + 1):
@@ -279,11 +282,12 @@ class CvT(Classifier):
             if i > 0 and self.token_anchor is not None:
                 begin = self.token_anchor.offset(x, stage.embed.proj, fast=self.canonical)
                 offset = offset + stride * begin
-            x, begin = stage.embed(x, begin), None  # B, H, W, C
+            x, moments = (stage.embed(x, begin), None) if wave is None else stage.embed(x, begin, wave)  # B, H, W, C
+            begin = wave = None
             stride = self.feature_info[i]["reduction"]
             origin = None
             if self.projection_anchor is not None:
-                origin = stage.offset(self.projection_anchor, x, self.canonical)
+                origin = stage.offset(self.projection_anchor, x, self.canonical, moments)
                 if not usable(x):  # else where keys and values begin is one more number to their kernel
                     x, offset, origin = roll(x, origin, (1, 2), within=True), offset + stride * origin, None
             b, h, w, c = x.shape

@@ -348,7 +348,7 @@ class MViTv2(Classifier):
                              f"model with img_size={size}")  # fmt: skip
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
+        x, offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
         wave = self.pool_anchor.wave if self.pool_anchor is not None and self.canonical else None
         x, moments = self.patch_embed(x, offset if self.adaptive else None, wave)
         stride = self.patch_embed.proj.stride[0]

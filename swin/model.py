@@ -14,9 +14,9 @@ import torch
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_
 from torch import Tensor, nn
 
-from common.anchors import MergeAnchor, Score
+from common.anchors import MergeAnchor, MergeWeights, Score
 from common.registry import defaults, register_model
-from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches
+from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches, reduction_dtype
 from common.windows import attend_in_windows, in_whole_windows, relative_position_index
 
 
@@ -73,11 +73,17 @@ class PatchMerging(nn.Module):
         self.norm = nn.LayerNorm(4 * dim)
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        return reduce_patches(x, offset, self.norm, self.reduction)
+    def forward(self, x: Tensor, offset: Tensor | None = None, weights: MergeWeights | None = None,
+                wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """``offset`` (B, 2) in [0, side) is where each grid begins, if not at (0, 0); ``weights`` are those made before
+        it was chosen. With ``wave`` also the tokens' moments, where they cost little: see ``reduce_patches``."""
+        return reduce_patches(x, offset, self.norm, self.reduction, weights, wave)
 
-    def offset(self, anchor: MergeAnchor, x: Tensor, fast: bool) -> Tensor:
-        return anchor.offset(x, self.reduction, self.norm, fast)
+    def weights(self, anchor: MergeAnchor, x: Tensor) -> MergeWeights:
+        return anchor.weights(x, self.reduction, self.norm, reduction_dtype(x, self.norm, self.reduction))
+
+    def offset(self, anchor: MergeAnchor, x: Tensor, fast: bool, weights: MergeWeights | None) -> Tensor:
+        return anchor.offset(x, self.reduction, self.norm, fast, weights)
 
 
 class SwinStage(nn.Module):

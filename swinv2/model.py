@@ -17,9 +17,9 @@ from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from common.anchors import MergeAnchor, Score
+from common.anchors import MergeAnchor, MergeWeights, Score
 from common.registry import defaults, register_model
-from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches
+from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches, reduction_dtype
 from common.windows import attend_in_windows, in_whole_windows, relative_position_index
 
 
@@ -108,11 +108,17 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
         self.norm = nn.LayerNorm(out_dim)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        return self.norm(reduce_patches(x, offset, None, self.reduction))
+    def forward(self, x: Tensor, offset: Tensor | None = None, weights: MergeWeights | None = None,
+                wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """``offset`` (B, 2) in [0, side) is where each grid begins, if not at (0, 0); ``weights`` are those made before
+        it was chosen. Moments of the tokens are not known: a product has them before the norm, whatever ``wave``."""
+        return self.norm(reduce_patches(x, offset, None, self.reduction, weights)[0]), None
 
-    def offset(self, anchor: MergeAnchor, x: Tensor, fast: bool) -> Tensor:
-        return anchor.offset(x, self.reduction, fast=fast)
+    def weights(self, anchor: MergeAnchor, x: Tensor) -> MergeWeights:
+        return anchor.weights(x, self.reduction, None, reduction_dtype(x, None, self.reduction))
+
+    def offset(self, anchor: MergeAnchor, x: Tensor, fast: bool, weights: MergeWeights | None) -> Tensor:
+        return anchor.offset(x, self.reduction, None, fast, weights)
 
 
 class SwinV2Stage(nn.Module):

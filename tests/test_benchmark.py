@@ -115,10 +115,12 @@ def test_the_papers_modules_are_found_in_the_papers_models() -> None:
         model, x, setting = build(name, Setting(batch_size=1))
         calls = module_calls(model, x, setting)
         assert {label for known, label in SCRIPT["MODULES"] if known == family} <= set(calls)
-        left = [name for module in model.modules() for name in ("forward", "offset") if name in vars(module)]
+        methods = ("forward", "prepare", "offset", "weights")
+        left = [name for module in model.modules() for name in methods if name in vars(module)]
         assert not left  # recording leaves nothing behind
         anchored = calls["tokenization"]
-        assert [function for function, _, _ in anchored] == [model.token_anchor.offset, model.patch_embed]
+        anchor = model.token_anchor
+        assert [function for function, _, _ in anchored] == [anchor.prepare, anchor.offset, model.patch_embed]
 
 
 def test_presets_name_models_that_exist() -> None:

@@ -120,7 +120,7 @@ def both(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @interpreted
-@pytest.mark.parametrize("size", [(7, 7), (9, 20), (140, 7), (8, 272)], ids=str)
+@pytest.mark.parametrize("size", [(7, 7), (9, 20), (140, 7), (8, 272), (272, 9)], ids=str)
 def test_offsets_of_hard_images(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
     fast, plain = both(monkeypatch, torch.cat(list(hard_images(*size).values())))
     assert torch.equal(fast, plain)

@@ -5,14 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import interpreted
+from conftest import interpreted, launches, randomize
 from torch import Tensor, nn
 
-from common import kernels
-from common.anchors import ConvAnchor, MergeAnchor, Strided, WindowAnchor, best_offset
+from common import create_model, kernels
+from common.anchors import ConvAnchor, Fold, MergeAnchor, Strided, TokenNorm, WindowAnchor, best_offset
 from common.embedding import embed
+from common.shifts import roll
+from common.weights import product
 from common.windowed import merge_patches
 from common.windows import attend_in_windows, shifted_window_mask
+from cvt.model import KeyValueAnchor
 
 
 def both(monkeypatch: pytest.MonkeyPatch, f: Callable[[], Any]) -> tuple[Any, Any]:
@@ -77,26 +80,60 @@ def test_phases_of_convolutions(monkeypatch: pytest.MonkeyPatch, kernel: int, st
 ])  # fmt: skip
 def test_phase_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, padding: int, score: Any,
                            sketch: int) -> None:  # fmt: skip
-    """The image is scored where it lies, as if it were rolled."""
+    """The image is scored where it lies, as if it were rolled, and the place told on its own torus."""
     anchor = ConvAnchor(score=score, sketch=sketch)
     conv = nn.Conv2d(3, 32, kernel, 4, padding)
-    x, at = torch.randn(4, 3, 20, 24), torch.randint(0, 20, (4, 2))
+    x, at = torch.randn(4, 3, 20, 68), torch.tensor([[0, 67], [19, 0], [18, 66], [5, 9]])
     fast, plain = both(monkeypatch, lambda: anchor.offset(x, conv, fast=True, at=at))
     assert torch.equal(fast, plain)
-    assert len({tuple(offset) for offset in plain.tolist()}) > 1
+    phase = anchor.offset(roll(x, at), conv, fast=True)
+    assert torch.equal(plain, (at + phase) % torch.tensor([20, 68]))
+    assert len({tuple(offset) for offset in phase.tolist()}) > 1
+    assert (plain < at).any()
+
+
+@interpreted
+@pytest.mark.parametrize("channels", [1, 3, 4, 5])
+def test_packed_image(channels: int) -> None:
+    """The same image, with room for a power of two of channels in each pixel: zeros, which weights of zero leave so."""
+    x = torch.randn(2, channels, 12, 20).half()[:, :, 4:]
+    packed = kernels.packed(x, torch.float32)
+    assert torch.equal(packed, x.float())
+    assert packed.stride()[1:] == (1, 20 * packed.stride(3), {1: 1, 3: 4, 4: 4, 5: 8}[channels])
+    behind = torch.as_strided(packed, (2, packed.stride(3), 8, 20), packed.stride())[:, channels:]
+    assert not behind.any()
+    assert kernels.packed(packed, torch.float32) is packed
+    assert kernels.packed(packed, torch.float16) is not packed
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["swin_micro", "swinv2_micro", "cvt_micro", "mvitv2_micro"])
+def test_an_image_is_packed_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """For the choice of a phase and for the tokens there; in a default model where windows overlap."""
+    launched = launches(monkeypatch, "patches")
+    x = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        randomize(create_model(name, adaptive=True, sketch=4)).eval()(x)
+        assert launched == ["_image_pixels", "_image_phases", "_image_tokens"]
+        create_model(name).eval()(x)
+    assert launched[3:] == (["_image_tokens"] if "swin" in name else ["_image_pixels", "_image_tokens"])
 
 
 @interpreted
 @pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
-@pytest.mark.parametrize(("kernel", "padding"), [(4, 0), (7, 2), (7, 3)])
+@pytest.mark.parametrize(("kernel", "padding", "outputs", "layout"), [
+    (4, 0, 20, "planes"), (4, 0, 48, "packed"), (7, 2, 48, "packed"), (7, 3, 20, "planes"), (7, 2, 16, "channels last"),
+])  # fmt: skip
 def test_embedding_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, padding: int, padding_mode: str,
-                               placed: bool) -> None:  # fmt: skip
+                               placed: bool, outputs: int, layout: str) -> None:  # fmt: skip
     """Tokens made of windows are those of the convolution, with all that is known of them and with gradients."""
-    conv, norm = nn.Conv2d(3, 20, kernel, 4, padding, padding_mode=padding_mode), nn.LayerNorm(20)
+    conv, norm = nn.Conv2d(3, outputs, kernel, 4, padding, padding_mode=padding_mode), nn.LayerNorm(outputs)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    x, offset = torch.randn(2, 3, 16, 24), torch.randint(0, 16, (2, 2)) if placed else None
+    x, offset = torch.randn(2, 3, 16, 36), torch.randint(0, 16, (2, 2)) if placed else None
+    x = kernels.packed(x, x.dtype) if layout == "packed" else x
+    x = x.contiguous(memory_format=torch.channels_last) if layout == "channels last" else x
     anchor = WindowAnchor()
 
     def infer() -> list[Tensor]:
@@ -129,14 +166,40 @@ def test_patch_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool) -> Non
 
 
 @interpreted
+@pytest.mark.parametrize(("channels", "sketch"), [(24, 16), (32, 4)])
 @pytest.mark.parametrize("normalised", [True, False])
-def test_phases_of_patch_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool) -> None:
-    anchor, reduction, norm = MergeAnchor(sketch=16), nn.Linear(4 * 24, 48, bias=False), nn.LayerNorm(4 * 24)
+def test_phases_of_patch_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool, channels: int,
+                                 sketch: int) -> None:  # fmt: skip
+    c = 4 * channels
+    anchor, reduction, norm = MergeAnchor(sketch=sketch), nn.Linear(c, 48, bias=False), nn.LayerNorm(c)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    x = torch.randn(6, 8, 14, 24)
+    x = torch.randn(6, 8, 14, channels)
     fast, plain = both(monkeypatch, lambda: anchor.offset(x, reduction, norm if normalised else None, fast=True))
     assert torch.equal(fast, plain)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("shape", "sketch"), [((32, 3, 4, 4), 4), ((40, 16, 3, 3), 8), ((17, 5, 1, 1), 3), ((9, 8), 4)]
+)
+@pytest.mark.parametrize("biased", [True, False])
+def test_sketched_weights(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], sketch: int, biased: bool) -> None:
+    """A few combinations of all rows, of a bias in the same launch: whole blocks of columns and others."""
+    anchor, weight, bias = ConvAnchor(sketch=sketch), torch.randn(shape), torch.randn(shape[0]) if biased else None
+    fast, plain = both(monkeypatch, lambda: anchor.affine_rows(weight, bias))
+    assert fast[0].shape == plain[0].shape == (sketch, *shape[1:])
+    assert torch.allclose(fast[0], plain[0], atol=1e-5, rtol=1e-5)
+    assert (fast[1] is None) == (bias is None)
+    assert bias is None or torch.allclose(fast[1], plain[1], atol=1e-5, rtol=1e-5)
+
+
+@interpreted
+def test_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More combinations than one program takes, and not of a multiple of them."""
+    a, b = torch.randn(38, 24), torch.randn(24, 20)
+    fast, plain = both(monkeypatch, lambda: product(a, b))
+    assert torch.allclose(fast, plain, atol=1e-5, rtol=1e-5)
 
 
 @interpreted
@@ -149,3 +212,72 @@ def test_offsets_of_windows(monkeypatch: pytest.MonkeyPatch, size: tuple[int, in
     fast, plain = both(monkeypatch, lambda: anchor.offset(x, (7, 7), fast=True))
     assert torch.equal(fast, plain)
     assert plain.amax() > 0
+
+
+@interpreted
+@pytest.mark.parametrize("programs", [1, 400], ids=["long strips", "short strips"])
+@pytest.mark.parametrize(("kernel", "stride", "size", "channels", "norm"), [
+    (2, 2, (8, 10), 32, "patch"),
+    (2, 2, (8, 56), 64, None),
+    (3, 2, (12, 14), 96, "token"),
+    (3, 2, (6, 4), 128, None),
+    (3, 4, (8, 28), 96, "token"),
+])  # fmt: skip
+def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stride: int, size: tuple[int, int],
+                              channels: int, norm: str | None, programs: int) -> None:  # fmt: skip
+    """One pass over tokens gives what a product with all taps gives, and the readable code: in one strip of rows or in
+    many, several of which are in one program."""
+    monkeypatch.setattr(kernels.scores, "PROGRAMS", programs)
+    anchor, conv = ConvAnchor(sketch=4), Strided((kernel, kernel), (stride, stride), (kernel - 2, kernel - 2))
+    x = torch.randn(3, *size, channels).add(torch.randn(3, *size, 1)).permute(0, 3, 1, 2)
+    weight, bias = torch.randn(4, channels, kernel, kernel), torch.randn(4)
+    fold: Fold | TokenNorm | None = None
+    if norm == "token":
+        fold = TokenNorm(torch.randn(channels), torch.randn(channels), 1e-6)
+    elif norm == "patch":
+        fold = Fold(weight.sum((1, 2, 3)), bias, 1e-5)
+    launched = launches(monkeypatch, "scores")
+
+    def run() -> Tensor:
+        return anchor.phases(x, weight, conv, None if norm == "patch" else bias, fold, fast=True)
+
+    fast = run()
+    assert "_token_scores" in launched
+    assert "_token_energies" not in launched
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels.scores, "CHUNKS", {})
+        other = run()
+    assert "_token_energies" in launched
+    monkeypatch.setattr(kernels.base, "ENABLED", False)
+    plain = run()
+    assert torch.allclose(fast, plain, rtol=1e-4)
+    assert torch.allclose(other, plain, rtol=1e-4)
+    assert torch.equal(best_offset(fast), best_offset(plain))
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_images_are_scored_apart() -> None:
+    """An image that is no number spoils none of those in the same program."""
+    anchor, conv = ConvAnchor(sketch=4), Strided((3, 3), (2, 2), (1, 1))
+    x, weight = torch.randn(3, 6, 14, 32), torch.randn(4, 32, 3, 3)  # 3 strips each, 4 in a program
+    expected = anchor.phases(x.permute(0, 3, 1, 2), weight, conv, fast=True)
+    x[1, 3, 5:7] = torch.tensor([float("nan"), float("inf")])[:, None]
+    found = anchor.phases(x.permute(0, 3, 1, 2), weight, conv, fast=True)
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+    assert not torch.equal(found[1], expected[1])
+
+
+@interpreted
+@pytest.mark.parametrize("known", [True, False])
+def test_phase_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """CvT's anchor folds the norm of the tokens into its score."""
+    anchor, norm = KeyValueAnchor(sketch=4), nn.LayerNorm(32)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    key, value = (nn.Conv2d(32, 32, 3, 2, 1, groups=32, bias=False) for _ in range(2))
+    x = torch.randn(6, 8, 14, 32) * (0.5 + torch.rand(6, 8, 14, 1)) + torch.randn(6, 8, 14, 1)
+    moments = torch.stack(anchor.moments(x), 1) if known else None
+    fast, plain = both(monkeypatch, lambda: anchor.offset(x, norm, key, value, True, moments))
+    assert torch.equal(fast, plain)
+    assert len({tuple(offset) for offset in plain.tolist()}) > 1

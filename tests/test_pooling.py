@@ -20,16 +20,19 @@ def tokens(size: tuple[int, int], channels: int) -> Tensor:
 
 
 @interpreted
-@pytest.mark.parametrize(("score", "stride", "biased"), [
-    ("signed", 2, True),
-    ("signed", 4, False),
-    ("energy", 4, True),
+@pytest.mark.parametrize(("score", "stride", "biased", "c"), [
+    ("signed", 2, True, 40),
+    ("signed", 4, False, 40),
+    ("energy", 4, True, 40),
+    ("signed", 2, False, 32),
+    ("energy", 4, True, 64),
 ])  # fmt: skip
-def test_phases_of_normalised_tokens(monkeypatch: pytest.MonkeyPatch, score: Any, stride: int, biased: bool) -> None:
+def test_phases_of_normalised_tokens(monkeypatch: pytest.MonkeyPatch, score: Any, stride: int, biased: bool,
+                                     c: int) -> None:  # fmt: skip
     """The folded norm gives the scores of tokens that are normalised first."""
-    anchor, x = PoolAnchor(score=score, sketch=4), tokens((8, 12), 40)
-    weight, bias = torch.randn(4, 40, 3, 3), torch.randn(4) if biased else None
-    norm, conv = TokenNorm(torch.randn(40), torch.randn(40), 1e-6), Strided((3, 3), (stride, stride), (1, 1))
+    anchor, x = PoolAnchor(score=score, sketch=4), tokens((8, 12), c)
+    weight, bias = torch.randn(4, c, 3, 3), torch.randn(4) if biased else None
+    norm, conv = TokenNorm(torch.randn(c), torch.randn(c), 1e-6), Strided((3, 3), (stride, stride), (1, 1))
     known = norm._replace(moments=torch.stack(anchor.moments(x), 1))
     folded, given = (anchor.phases(x.permute(0, 3, 1, 2), weight, conv, bias, n, fast=True) for n in (norm, known))
     monkeypatch.setattr(kernels.base, "ENABLED", False)

@@ -13,17 +13,21 @@ from .patches import (
     image_tokens,
     image_windows,
     in_pieces,
+    packed,
 )
 from .rolling import fits_roll_kernel, fits_rolled_norm, rolled, rolled_norm
 from .scores import (
     best_phase,
     best_window,
     fits_token_kernel,
+    fits_token_scores,
     fits_window_scores,
+    in_one_pass,
     token_energies,
     token_moments,
-    window_energies,
+    token_scores,
 )
+from .sketching import fits_sketch, merging_weights, sketched
 from .windows import fits_window_kernel, window_attention
 
 __all__ = [
@@ -43,22 +47,28 @@ __all__ = [
     "fits_merged_product",
     "fits_roll_kernel",
     "fits_rolled_norm",
+    "fits_sketch",
     "fits_token_kernel",
+    "fits_token_scores",
     "fits_window_kernel",
     "fits_window_scores",
     "image_phases",
     "image_tokens",
     "image_windows",
+    "in_one_pass",
     "in_pieces",
     "merged_product",
+    "merging_weights",
+    "packed",
     "plain_depthwise",
     "product_dtype",
     "rolled",
     "rolled_merge",
     "rolled_norm",
+    "sketched",
     "token_energies",
     "token_moments",
+    "token_scores",
     "usable",
     "window_attention",
-    "window_energies",
 ]

@@ -13,7 +13,9 @@ __all__ = ["BASE", "HALF", "PRIME", "canonical_offset", "fits_canonical_kernel",
 
 PRIME, BASE = 2039, 37  # integers modulo the prime are exact in float16; 37 generates half of them at least
 HALF = PRIME // 2
-COPIES = 4  # of the rings of y and z: numbers per load
+COPIES = 8  # of the rings: numbers per load
+TILES = {"read": 1024, "read warps": 8, "places": 128, "rows": 32, "steps": 8, "choose warps": 8}
+"""Pixels per program of ``_read``; M and K of ``_describe`` up to 256 x 256 pixels; loads under way in ``_turn``."""
 
 
 def peak(n: int) -> int:
@@ -31,22 +33,26 @@ def fits_canonical_kernel(x: Tensor) -> bool:
 if AVAILABLE:
 
     @triton.jit
-    def _write_ring(ring, k, copy, n, T: tl.constexpr):
-        """The numbers k[-t] - 1, t < 2n, from t = copy on, in a row of 2 T; see ``_turn``."""
-        place = tl.arange(0, 2 * T)
-        t = place + copy
+    def _number(copy, n, T: tl.constexpr):
+        """Which entries of a kernel a copy of its ring holds: k[-t] for t < 2n, from t = copy on; -1 for none.
+
+        A circulant k[i - j] needs no other table: n - i numbers along the ring begins its row i. The copies each begin
+        one step further, so that wherever a thread starts, its next few numbers lie together and aligned in one."""
+        t = tl.arange(0, 2 * T) + copy
         inside = t < 2 * n
         t = tl.where(t < n, t, t - n)
-        number = tl.load(k + tl.where(t == 0, 0, n - t), inside, 1) - 1
-        tl.store(ring + copy * (2 * T) + place, number.to(tl.int16))
+        return tl.where(inside, tl.where(t == 0, 0, n - t), -1)
 
     @triton.jit
-    def _read(x, kernel, g, rows, columns, rings, images, line, length, height, width, sb, sc, sh, sw,
-              PRIME: tl.constexpr, BASE: tl.constexpr, CHANNELS: tl.constexpr, ROW_PEAK: tl.constexpr,
-              COLUMN_PEAK: tl.constexpr, COPIES: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr,
-              N: tl.constexpr):  # fmt: skip
-        """N pixels of a line as integers; in further programs, row i of two circulants u[j - i] and v[i - j], and a
-        copy of the rings of y and z.
+    def _place(t, T: tl.constexpr, COPIES: tl.constexpr):
+        """Where number t of a ring is the first of a few that lie together and aligned."""
+        return (t % COPIES) * (2 * T) + t // COPIES * COPIES
+
+    @triton.jit
+    def _read(x, kernel, g, coarse, fine, images, line, length, height, width, sb, sc, sh, sw, PRIME: tl.constexpr,
+              BASE: tl.constexpr, CHANNELS: tl.constexpr, ROW_PEAK: tl.constexpr, COLUMN_PEAK: tl.constexpr,
+              COPIES: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, N: tl.constexpr):  # fmt: skip
+        """N pixels of a line as integers; in further programs, a copy of the rings of u, v, y and z.
 
         Instructions that round and convert are slow. So whole numbers below 2^22 become integers through the bits of
         3 * 2^22 + t, and integers below 2^23 become floats through those of 2^23 + t."""
@@ -56,9 +62,10 @@ if AVAILABLE:
             pixel = x + image.to(tl.int64) * sb + row.to(tl.int64) * sh + k * sw
             a = tl.zeros([N], tl.int32)
             for c in tl.static_range(CHANNELS):
-                t = tl.load(pixel + c * sc, k < line, 0.0).to(tl.float32)
-                t = tl.where(tl.abs(t) < float("inf"), t, 0.0) * 0.00390625
-                t = tl.floor((t - tl.floor(t + 0.5)) * 262144.0 + 0.5)
+                t = tl.load(pixel + c * sc, k < line, 0.0, eviction_policy="evict_first").to(tl.float32)
+                t = tl.where(tl.abs(t) < float("inf"), t, 0.0)
+                t -= tl.floor(t * 0.00390625 + 0.5) * 256.0
+                t = tl.floor(t * 1024.0 + 0.5)
                 if c > 2:  # three levels, from -2^18 to 2^17, fit before a remainder
                     a = (a + 180900 * PRIME) % PRIME  # of what is not negative, here and below
                 a = BASE * a + ((t + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000)
@@ -67,19 +74,18 @@ if AVAILABLE:
             place = image.to(tl.int64) * height * width + row * width
             tl.store(g + place + k, t.to(tl.float16), k < line)
         else:
-            i = ((image - images) * tl.num_programs(1) + row) * tl.num_programs(2) + part
-            if i < height:
-                j = tl.arange(0, TH)
-                u = tl.load(kernel + tl.where(j < i, j - i + height, j - i), j < height, 0)
-                tl.store(rows + i * height + j, (u % (2 * ROW_PEAK + 1) - ROW_PEAK).to(tl.float16), j < height)
-            if i < width:
-                j = tl.arange(0, TW)
-                v = tl.load(kernel + length + tl.where(i < j, i - j + width, i - j), j < width, 0)
-                v = v % (2 * COLUMN_PEAK + 1) - COLUMN_PEAK
-                tl.store(columns + i * width + j, v.to(tl.float16), j < width)
-            if i < COPIES:
-                _write_ring(rings, kernel + 2 * length, i, height, TH)
-                _write_ring(rings + 2 * COPIES * TH, kernel + 3 * length, i, width, TW)
+            copy = ((image - images) * tl.num_programs(1) + row) * tl.num_programs(2) + part
+            if copy < COPIES:
+                i, j = _number(copy, height, TH), _number(copy, width, TW)
+                u = tl.load(kernel + i, i >= 0, 0) % (2 * ROW_PEAK + 1) - ROW_PEAK
+                tl.store(coarse + copy * (2 * TH) + tl.arange(0, 2 * TH), u.to(tl.float16))
+                y = tl.load(kernel + 2 * length + i, i >= 0, 1) - 1
+                tl.store(fine + copy * (2 * TH) + tl.arange(0, 2 * TH), y.to(tl.int16))
+                place = 2 * COPIES * TH + copy * (2 * TW) + tl.arange(0, 2 * TW)
+                v = tl.load(kernel + length + j, j >= 0, 0) % (2 * COLUMN_PEAK + 1) - COLUMN_PEAK
+                tl.store(coarse + place, v.to(tl.float16))
+                z = tl.load(kernel + 3 * length + j, j >= 0, 1) - 1
+                tl.store(fine + place, z.to(tl.int16))
 
     @triton.jit
     def _residue(t, PRIME: tl.constexpr):
@@ -93,86 +99,95 @@ if AVAILABLE:
         return t
 
     @triton.jit
-    def _mix_columns(g, columns, r, count, width, PRIME: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                     K: tl.constexpr):  # fmt: skip
-        """M rows of pixels times a circulant, modulo the prime."""
-        row, w = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * N + tl.arange(0, N)
-        place = row.to(tl.int64)[:, None] * width
-        real, inside = (row < count)[:, None], (w < width)[None, :]
+    def _describe(g, coarse, d, height, width, PRIME: tl.constexpr, COPIES: tl.constexpr, TH: tl.constexpr,
+                  TW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+        """The image as seen from N rows: the largest of every 16 among M places.
+
+        It is attention without a softmax: r, transposed, is made K rows at a time, M places each, and stays in
+        registers, where the second product wants it. The rings of u and v fit into the nearest cache, so all that comes
+        from afar is the image: its next rows are on their way during both products."""
+        image, part, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * N
+        w, h, j = part * M + tl.arange(0, M), first + tl.arange(0, N), tl.arange(0, TW)
+        place = 2 * COPIES * TH + _place(width - j, TW, COPIES)[:, None] + w[None, :]
+        v = tl.load(coarse + place, (j < width)[:, None], 0.0)  # v[j - w]
+        i = tl.arange(0, K)
+        pixels, pixel = g + image.to(tl.int64) * height * width, i[:, None] * width + j[None, :]
+        place = _place(height - i, TH, COPIES)[:, None] + h[None, :]
+        a = tl.load(pixels + pixel, (i < height)[:, None] & (j < width)[None, :], 0.0)
+        u = tl.load(coarse + place, (i < height)[:, None], 0.0)  # u[i - h]
         total = tl.zeros([M, N], tl.float32)
-        for start in range(0, width, K):
-            j = start + tl.arange(0, K)
-            a = tl.load(g + place + j[None, :], real & (j < width)[None, :], 0.0)
-            b = tl.load(columns + j[:, None] * width + w[None, :], (j < width)[:, None] & inside, 0.0)
-            total = tl.dot(a, b, total)
-        tl.store(r + place + w[None, :], _residue(total, PRIME).to(tl.float16), real & inside)
+        for start in range(K, height + K, K):  # COPIES divides K
+            real = (start + i < height)[:, None]
+            next_a = tl.load(pixels + (start * width + pixel), real & (j < width)[None, :], 0.0)
+            next_u = tl.load(coarse + (place - start), real, 0.0)
+            r = _residue(tl.dot(tl.trans(v), tl.trans(a)), PRIME).to(tl.float16)
+            total = tl.dot(r, u, total)
+            a, u = next_a, next_u
+        best = tl.reshape(tl.where((w < width)[:, None], total, float("-inf")), [M // 16, 16, N])
+        row = (image * tl.num_programs(1) + part) * (M // 16) + tl.arange(0, M // 16)
+        tl.store(d + row[:, None] * height + h[None, :], tl.max(best, 1), (h < height)[None, :])
 
     @triton.jit
-    def _describe(r, rows, d, height, width, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-        """The largest entry of M rows of a circulant's product with an image."""
-        image, h = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
-        base = r + image.to(tl.int64) * height * width
-        best = tl.full([M], float("-inf"), tl.float32)
-        for first in range(0, width, N):
-            w = first + tl.arange(0, N)
-            total = tl.zeros([M, N], tl.float32)
-            for start in range(0, height, K):
-                i = start + tl.arange(0, K)
-                a = tl.load(rows + h[:, None] * height + i[None, :], (h < height)[:, None] & (i < height)[None, :], 0.0)
-                b = tl.load(base + i[:, None] * width + w[None, :], (i < height)[:, None] & (w < width)[None, :], 0.0)
-                total = tl.dot(a, b, total)
-            best = tl.maximum(best, tl.max(tl.where((w < width)[None, :], total, float("-inf")), 1))
-        tl.store(d + image * height + h, best, h < height)
-
-    @triton.jit
-    def _turn(a, ring, n, T: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr, COPIES: tl.constexpr):
+    def _turn(a, ring, n, T: tl.constexpr, FEW: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr,
+              COPIES: tl.constexpr):  # fmt: skip
         """The first place w < n where sum_j a[j] (k[j - w] - 1) is largest. The 1 moves all sums alike and saves a bit.
 
-        The ring, k[-t] - 1 for t < 2n, is there in copies that each begin one step further: wherever a thread starts,
-        its next few numbers lie together and aligned in one of them. With t = n - j, that of k[j - w] is number t + w.
-        Sums are exact modulo 2^64, and end below 2^63: one wide product each for a below 2^31, else (WIDE) two."""
+        With t = n - j, that of k[j - w] is number t + w of the ring. Numbers a of 32 bits are not negative; of others
+        (WIDE), the upper 32 bits follow in a second row. Sums are exact modulo 2^64, and end below 2^63."""
         w = tl.arange(0, T)
-        low, high = tl.zeros([FEW, T], tl.int64), tl.zeros([FEW, T], tl.int32)
-        for start in range(0, n, 4 * FEW):
-            for step in tl.static_range(4):  # loads of four steps are under way at once
+        MANY: tl.constexpr = T // FEW if T < STEPS * FEW else STEPS
+        low, high = tl.zeros([FEW, T], tl.uint64), tl.zeros([FEW, T], tl.int32)
+        for start in range(0, n, MANY * FEW):
+            for step in tl.static_range(MANY):  # whose loads are under way at once
                 t = 1 + step * FEW + tl.arange(0, FEW)
-                place = (t % COPIES) * (2 * T) + t // COPIES * COPIES  # ``start`` is a multiple of COPIES
-                inside = t <= n - start
-                b = tl.load(a + (n - start) - t, inside, 0)
-                k = tl.load(ring + start + place[:, None] + w[None, :], inside[:, None], 0)
+                place, inside = (n - start) - t, t <= n - start
+                k = tl.load(ring + start + _place(t, T, COPIES)[:, None] + w[None, :])  # COPIES divides ``start``
+                k, b = k.to(tl.uint16), tl.load(a + place, inside, 0)
+                low += b.to(tl.uint32).to(tl.uint64)[:, None] * k.to(tl.uint64)
                 if WIDE:
-                    k = k.to(tl.uint16)
-                    low += (b.to(tl.uint32).to(tl.uint64)[:, None] * k.to(tl.uint64)).to(tl.int64)
-                    high += (b >> 32).to(tl.int32)[:, None] * k.to(tl.int32)
-                else:
-                    low += b.to(tl.int32).to(tl.int64)[:, None] * k.to(tl.int64)
-        score = tl.sum(low + (high.to(tl.int64) << 32), 0) if WIDE else tl.sum(low, 0)
+                    high += tl.load(a + n + place, inside, 0)[:, None] * k.to(tl.int32)
+        score = tl.sum(low.to(tl.int64) + (high.to(tl.int64) << 32), 0) if WIDE else tl.sum(low.to(tl.int64), 0)
         score = tl.where(w < n, score, -0x7FFFFFFFFFFFFFFF)
         return tl.min(tl.where(score == tl.max(score, 0), w, n), 0)
 
     @triton.jit
-    def _choose(d, g, kernel, rings, s, out, length, height, width, TH: tl.constexpr, TW: tl.constexpr,
-                COPIES: tl.constexpr, FEW: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+    def _choose(d, g, kernel, fine, s, out, length, height, width, TH: tl.constexpr, TW: tl.constexpr,
+                PARTS: tl.constexpr, COPIES: tl.constexpr, FEW: tl.constexpr, STEPS: tl.constexpr, N: tl.constexpr,
+                K: tl.constexpr):  # fmt: skip
         """Row and column of one image.
 
         The sums over its rows are taken on matrix units, two bits of y at a time: their products with g sum up below
-        3 * 1019 * 2048 < 2^23, exact in float32."""
+        3 * 1019 * 2048 < 2^23, exact in float32. An image of one tile is on its way while the row is being found."""
         image = tl.program_id(0)
-        row = _turn(d + image * height, rings, height, TH, FEW, False, COPIES)
-        bit = 2 * tl.arange(0, 16)  # y has 16 bits at most: the last eight digits are zeros
-        pixels, sums = g + image.to(tl.int64) * height * width, s + image * width
-        for first in range(0, width, N):
-            j = first + tl.arange(0, N)
-            total = tl.zeros([16, N], tl.float32)
-            for start in range(0, height, K):
-                i = start + tl.arange(0, K)
-                y = tl.load(kernel + 2 * length + tl.where(i < row, i - row + height, i - row), i < height, 0)
-                digit = ((y[None, :] >> bit[:, None]) & 3).to(tl.float16)
-                inside = (i < height)[:, None] & (j < width)[None, :]
-                total = tl.dot(digit, tl.load(pixels + i[:, None] * width + j[None, :], inside, 0.0), total)
-            tl.store(sums + j, tl.sum(total.to(tl.int32).to(tl.int64) << bit.to(tl.int64)[:, None], 0), j < width)
+        pixels, scores = g + image.to(tl.int64) * height * width, s + image * (height + 2 * width)
+        h, d = tl.arange(0, TH), d + image * PARTS * height
+        best = tl.load(d + h, h < height, 0.0)
+        for part in tl.static_range(1, PARTS):
+            best = tl.maximum(best, tl.load(d + part * height + h, h < height, 0.0))
+        i, j = tl.arange(0, K), tl.arange(0, N)
+        tile = tl.load(pixels + i[:, None] * width + j[None, :], (i < height)[:, None] & (j < width)[None, :], 0.0)
+        tl.store(scores + h, best.to(tl.int32) + 0x800000, h < height)  # raised to where none is negative
+        tl.debug_barrier()  # other threads read them
+        row = _turn(scores, fine, height, TH, FEW, STEPS, False, COPIES)
+        sums = scores + height
+        if row >= 0:  # always, which the compiler does not know: it would wait for the tile where that is loaded
+            bit = 2 * tl.arange(0, 16)  # y has 16 bits at most: the last eight digits are zeros
+            for first in range(0, TW, N):
+                j = first + tl.arange(0, N)
+                total = tl.zeros([N, 16], tl.float32)
+                for start in range(0, TH, K):
+                    i = start + tl.arange(0, K)
+                    y = tl.load(kernel + 2 * length + tl.where(i < row, i - row + height, i - row), i < height, 0)
+                    digit = ((y[:, None] >> bit[None, :]) & 3).to(tl.float16)
+                    if TH > K or TW > N:
+                        inside = (i < height)[:, None] & (j < width)[None, :]
+                        tile = tl.load(pixels + i[:, None] * width + j[None, :], inside, 0.0)
+                    total = tl.dot(tl.trans(tile), digit, total)
+                number = tl.sum(total.to(tl.int32).to(tl.int64) << bit.to(tl.int64)[None, :], 1)
+                tl.store(sums + j, number.to(tl.int32), j < width)
+                tl.store(sums + width + j, (number >> 32).to(tl.int32), j < width)
         tl.debug_barrier()  # other threads read these sums
-        column = _turn(sums, rings + 2 * COPIES * TH, width, TW, FEW, True, COPIES)
+        column = _turn(sums, fine + 2 * COPIES * TH, width, TW, FEW, STEPS, True, COPIES)
         tl.store(out + 2 * image, row.to(tl.int64))
         tl.store(out + 2 * image + 1, column.to(tl.int64))
 
@@ -185,25 +200,29 @@ def canonical_offset(x: Tensor, kernel: Tensor) -> Tensor:
     and z, are from 1 to 2^15.
     """
     b, c, h, w = x.shape
-    rows, columns = (torch.empty((n, n), dtype=torch.float16, device=x.device) for n in (h, w))
-    g, r = (torch.empty((b, h, w), dtype=torch.float16, device=x.device) for _ in range(2))
-    d = torch.empty((b, h), dtype=torch.float32, device=x.device)
-    s, out = (torch.empty((b, n), dtype=torch.int64, device=x.device) for n in (w, 2))
-    length, down, across = kernel.shape[1], max(16, power(h)), max(16, power(w))
-    tile = {"M": min(128, down), "N": min(256, across), "K": 32 if min(h, w) > 16 else 16, "num_warps": 8}
-    rings = torch.empty(2 * COPIES * (down + across), dtype=torch.int16, device=x.device)
-    m, (sb, sc, sh, sw) = tile["M"], x.stride()
+    down, across = max(16, power(h)), max(16, power(w))
+    g = torch.empty((b, h, w), dtype=torch.float16, device=x.device)
+    coarse, fine = (torch.empty(2 * COPIES * (down + across), dtype=kind, device=x.device)
+                    for kind in (torch.float16, torch.int16))  # fmt: skip
+    (sb, sc, sh, sw), length = x.stride(), kernel.shape[1]
     lines, line = (1, h * w) if sh == w * sw and h * w * sw < 2**31 else (h, w)  # an image is one line, as a rule
-    n = min(1024, max(16, power(line)))
+    n = min(TILES["read"], max(16, power(line)))
     parts = -(-line // n)
-    others = -(-max(COPIES, h, w) // (lines * parts))
-    launch(_read, (b + others, lines, parts), x, kernel, g, rows, columns, rings, b, line, length, h, w, sb, sc, sh, sw,
-           PRIME=PRIME, BASE=BASE, CHANNELS=c, ROW_PEAK=peak(h), COLUMN_PEAK=peak(w), COPIES=COPIES, TH=down, TW=across,
-           N=n, num_warps=8)  # fmt: skip
-    launch(_mix_columns, (-(-b * h // m), -(-w // tile["N"])), g, columns, r, b * h, w, PRIME=PRIME, **tile)
-    launch(_describe, (b, -(-h // m)), r, rows, d, h, w, **tile)
+    launch(_read, (b + -(-COPIES // (lines * parts)), lines, parts), x, kernel, g, coarse, fine, b, line, length, h, w,
+           sb, sc, sh, sw, PRIME=PRIME, BASE=BASE, CHANNELS=c, ROW_PEAK=peak(h), COLUMN_PEAK=peak(w), COPIES=COPIES,
+           TH=down, TW=across, N=n, num_warps=TILES["read warps"])  # fmt: skip
+    # v stays in shared memory, m places for every pixel of a row, beside k rows of pixels
+    m, n = min(TILES["places"], across, 2**15 // across), min(256, down)
+    k = max(16, min(TILES["rows"], down // 2, TILES["rows"] * 256 // across))
+    tiles = -(-w // m)
+    seen = tiles * m // 16
+    d = torch.empty((b, seen, h), dtype=torch.float32, device=x.device)
+    launch(_describe, (b, tiles, -(-h // n)), g, coarse, d, h, w, PRIME=PRIME, COPIES=COPIES, TH=down, TW=across, M=m,
+           N=n, K=k, num_warps=max(4, m // 16, across // 128), num_stages=1)  # fmt: skip
+    s = torch.empty((b, h + 2 * w), dtype=torch.int32, device=x.device)
+    out = torch.empty((b, 2), dtype=torch.int64, device=x.device)
     side = max(down, across)
-    launch(_choose, (b,), d, g, kernel, rings, s, out, length, h, w, TH=down, TW=across, COPIES=COPIES,
-           FEW=4096 // max(256, side), N=tile["N"], K=64 if h > 32 else tile["K"], num_warps=16 if side > 64 else 4,
-           num_stages=4)  # fmt: skip
+    launch(_choose, (b,), d, g, kernel, fine, s, out, length, h, w, TH=down, TW=across, PARTS=seen, COPIES=COPIES,
+           FEW=4096 // max(256, side), STEPS=TILES["steps"], N=min(256, across), K=min(256, down),
+           num_warps=TILES["choose warps"] if side > 64 else 4, num_stages=1)  # fmt: skip
     return out

@@ -21,6 +21,7 @@ if AVAILABLE:
 __all__ = ["fits_merge_kernel", "fits_merged_product", "merged_product", "rolled_merge"]
 
 PROGRAMS = 528  # of a backward pass with a norm: four on each of 132 processors, and each leaves one sum per weight
+TILES: dict[tuple[int, int], dict[str, int]] = {}  # of a merged product of C channels and D outputs, if not as usual
 OUTPUTS = 512  # of a merged product: patches are read again for every 192 or 256 of them, and beyond this too often
 
 
@@ -159,37 +160,6 @@ if AVAILABLE:
             tl.store(sums + 7 * CHANNELS, tl.sum(b3, 0), c < CHANNELS)
 
     @triton.jit
-    def _fold(weight, gain, bias, out, folded, WIDTH: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr,
-              K: tl.constexpr):  # fmt: skip
-        """A row of weights times gain; the sum of what rounding leaves of it, and its product with bias. Zeros beyond
-        the last row."""
-        n, k = tl.program_id(0), tl.arange(0, K)
-        real = k < tl.where(n < D, WIDTH, 0)
-        w = tl.load(weight + n * WIDTH + k, real, 0.0).to(tl.float32)
-        scaled = (w * tl.load(gain + k, k < WIDTH, 0.0).to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(out + n * WIDTH + k, scaled, real)
-        tl.store(folded + n, tl.sum(scaled.to(tl.float32), 0))
-        shift = tl.load(bias + k, (k < WIDTH) & BIAS, 0.0).to(tl.float32)
-        tl.store(folded + tl.num_programs(0) + n, tl.sum(w * shift, 0))
-
-    @triton.jit
-    def _patch_moments(sums, squares, offset, out, height, width, count, sm, CHANNELS: tl.constexpr, EPS: tl.constexpr,
-                       T: tl.constexpr):  # fmt: skip
-        """Mean of each patch, and one over its deviation."""
-        i = tl.program_id(0) * T + tl.arange(0, T)
-        image, top, left = _patches(tl.minimum(i, count - 1), height, width)
-        top += tl.load(offset + 2 * image).to(tl.int32)
-        left += tl.load(offset + 2 * image + 1).to(tl.int32)
-        p0, p1, p2, p3 = _places(0 * image, top, left, height, width, 1)
-        p = image.to(tl.int64) * sm
-        p0, p1, p2, p3 = p + p0, p + p1, p + p2, p + p3
-        mean = tl.load(sums + p0) + tl.load(sums + p1) + tl.load(sums + p2) + tl.load(sums + p3)
-        square = tl.load(squares + p0) + tl.load(squares + p1) + tl.load(squares + p2) + tl.load(squares + p3)
-        mean, square = mean / (4 * CHANNELS), square / (4 * CHANNELS)
-        tl.store(out + i, mean)  # also beyond the last patch: so nothing that is read there is no number
-        tl.store(out + tl.num_programs(0) * T + i, 1.0 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + EPS))
-
-    @triton.jit
     def _weights(line, k, n, real, WIDTH: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
         if WHOLE:
             b = tl.load(line + (k[:, None] + n[None, :] * WIDTH))
@@ -198,58 +168,86 @@ if AVAILABLE:
         return b
 
     @triton.jit
-    def _finish(out, y, moments, folded, start, count, n, T: tl.constexpr, D: tl.constexpr, ALL: tl.constexpr,
-                PARTS: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+    def _finish(out, y, norms, folded, limit, n, T: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
         """Store a product of patches that should have been normalised: (w p - mean sum(w)) / std + w bias."""
         i = tl.arange(0, T)
         if NORM:
-            moments += start
-            y -= tl.load(moments + i)[:, None] * tl.load(folded + n)[None, :]
-            y *= tl.load(moments + tl.num_programs(0) // PARTS * T + i)[:, None]
-            y += tl.load(folded + ALL + n)[None, :]
-        out += start.to(tl.int64) * D
-        keep = (i < count - start)[:, None] & (n < D)[None, :]
+            y -= tl.load(norms + i)[:, None] * tl.load(folded + n, n < D, 0.0)[None, :]
+            y *= tl.load(norms + T + i)[:, None]
+            y += tl.load(folded + D + n, n < D, 0.0)[None, :]
+        keep = (i < limit)[:, None] & (n < D)[None, :]
         tl.store(out + (i[:, None] * D + n[None, :]), y.to(out.dtype.element_ty), keep)
 
     @triton.jit
-    def _merged_product(x, offset, weight, folded, moments, out, height, width, count, steps, CHANNELS: tl.constexpr,
-                        D: tl.constexpr, ALL: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr,
+    def _merged_product(x, offset, weight, folded, sums, squares, wave, norms, out, moments, height, width, count,
+                        steps, sm, CHANNELS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr,
+                        EPS: tl.constexpr, MOMENTS: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr,
                         N: tl.constexpr, REST: tl.constexpr, T: tl.constexpr):  # fmt: skip
         """T patches by N + REST outputs, K channels of one of the four tokens at a time. Tokens go from memory to the
-        product as they are, and two programs fit on a processor: so places are 32 bits, from the first image on, the
-        moments are read last, and the compiler is not told how many ``steps`` there are, or it would unroll them."""
-        PARTS: tl.constexpr = ALL // (N + REST)  # of the same patches, one after another: all but one find them near
-        start, k = tl.program_id(0) // PARTS * T, tl.arange(0, K)
+        product as they are, and two programs fit on a processor: so places are 32 bits, from the first image on, and
+        the compiler is not told how many ``steps`` there are, or it would unroll them. PARTS programs have the same
+        patches, one after another: all but one find them near."""
+        part, start, k = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS * T, tl.arange(0, K)
         image, top, left = _patches(tl.minimum(start + tl.arange(0, T), count - 1), height, width)
         top += tl.load(offset + 2 * image).to(tl.int32)
         left += tl.load(offset + 2 * image + 1).to(tl.int32)
         begin = start // (height // 2 * (width // 2))
         x += begin.to(tl.int64) * (height * width * CHANNELS)
         first, below, right, _ = _places(image - begin, top, left, height, width, 1)
-        below, right = (below - first).to(tl.int32) * CHANNELS, (right - first).to(tl.int32) * CHANNELS
-        first = first.to(tl.int32) * CHANNELS
-        n = tl.program_id(0) % PARTS * (N + REST) + tl.arange(0, N)
+        below, right, first = (below - first).to(tl.int32), (right - first).to(tl.int32), first.to(tl.int32)
+        if NORM:  # in registers these would be in the way
+            sums, squares = sums + begin.to(tl.int64) * sm, squares + begin.to(tl.int64) * sm
+            p = first + (image - begin) * (sm - height * width)
+            mean = tl.load(sums + p) + tl.load(sums + (p + below))
+            mean += tl.load(sums + (p + right)) + tl.load(sums + (p + below + right))
+            square = tl.load(squares + p) + tl.load(squares + (p + below))
+            square += tl.load(squares + (p + right)) + tl.load(squares + (p + below + right))
+            mean /= 4 * CHANNELS
+            norms += tl.program_id(0) * (2 * T)
+            tl.store(norms + tl.arange(0, T), mean)
+            square = tl.maximum(square / (4 * CHANNELS) - mean * mean, 0.0)
+            tl.store(norms + T + tl.arange(0, T), 1.0 / tl.sqrt(square + EPS))
+            tl.debug_barrier()
+        below, right, first = below * CHANNELS, right * CHANNELS, first * CHANNELS
+        n = part * (N + REST) + tl.arange(0, N)
         y = tl.zeros([T, N], tl.float32)
         if REST:  # 192 outputs are no power of two, and 256 of a kind would be a quarter for nothing
-            m = tl.program_id(0) % PARTS * (N + REST) + N + tl.arange(0, REST)
+            m = part * (N + REST) + N + tl.arange(0, REST)
             z = tl.zeros([T, REST], tl.float32)
         chunks: tl.constexpr = (CHANNELS + K - 1) // K
+        SOME: tl.constexpr = min(64, N)
         for step in range(steps):
             token = step // chunks
             c = (step - token * chunks) * K
             place = first + (token % 2 * below + token // 2 * right + c)
-            line = weight + token * CHANNELS + c
-            real = c + k < CHANNELS
+            line, real = weight + token * CHANNELS + c, c + k < CHANNELS
             if WHOLE:
+                line = weight + step * K
                 a = tl.load(x + (place[:, None] + k[None, :]))
             else:
                 a = tl.load(x + (place[:, None] + k[None, :]), real[None, :], 0.0)
             y = tl.dot(a, _weights(line, k, n, real, 4 * CHANNELS, D, WHOLE), y)
             if REST:
                 z = tl.dot(a, _weights(line, k, m, real, 4 * CHANNELS, D, WHOLE), z)
+        out += start.to(tl.int64) * D
         if REST:
-            _finish(out, z, moments, folded, start, count, m, T, D, ALL, PARTS, NORM)
-        _finish(out, y, moments, folded, start, count, n, T, D, ALL, PARTS, NORM)
+            _finish(out, z, norms, folded, count - start, m, T, D, NORM)
+        _finish(out, y, norms, folded, count - start, n, T, D, NORM)
+        if MOMENTS:  # of what is stored, read again: beside the product there is no room to sum it
+            tl.debug_barrier()
+            i = tl.arange(0, T)
+            total = tl.zeros([T], tl.float32)
+            square, toward = total, total
+            for some in range(0, N + REST, SOME):
+                o = some + tl.arange(0, SOME)
+                t = tl.load(out + (i[:, None] * D + o[None, :]), (i < count - start)[:, None] & (o < D)[None, :], 0.0)
+                t = t.to(tl.float32)
+                total, square = total + tl.sum(t, 1), square + tl.sum(t * t, 1)
+                toward += tl.sum(t * tl.load(wave + o, o < D, 0.0).to(tl.float32)[None, :], 1)
+            moments += start
+            tl.store(moments + i, total, i < count - start)
+            tl.store(moments + count + i, square, i < count - start)
+            tl.store(moments + 2 * count + i, toward, i < count - start)
 
 
 @operator("shift_vits::rolled_merge")
@@ -305,37 +303,39 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
 register_autograd("shift_vits::rolled_merge", _backward, setup_context=_remember)
 
 
-@operator("shift_vits::merged_product")
-def merged_product(x: Tensor, offset: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None,
-                   sums: Tensor | None, squares: Tensor | None, eps: float) -> Tensor:  # fmt: skip
-    """Patches of 2 x 2 tokens, as of ``rolled_merge``, times ``weight`` (D, 4C) -> (B, H/2, W/2, D) of x's type.
+def _tiles(channels: int, outputs: int) -> dict[str, int]:
+    """How a merged product is cut: T patches by N + REST outputs, K channels at a time."""
+    if (channels, outputs) in TILES:
+        return TILES[channels, outputs]
+    wide, rest = (128, 64) if outputs % 192 == 0 else (max(16, min(256, power(outputs))), 0)
+    k = math.gcd(channels, 32 if rest else 64)  # with 64 of everything, memory beside a processor holds one program
+    k = k if k >= 16 else max(16, min(64, power(channels)))
+    return {"T": 128, "N": wide, "REST": rest, "K": k, "num_warps": 8, "num_stages": 5 if rest else 4}
 
-    With ``gain`` patches are normalised, by their tokens' ``sums`` over channels and those of their ``squares``,
-    (B, H, W) each, float32. The norm is folded: weights are multiplied by gain, and since they are rounded before they
-    are summed, what is taken off for the mean is what it adds.
+
+@operator("shift_vits::merged_product")
+def merged_product(x: Tensor, offset: Tensor, scaled: Tensor, folded: Tensor | None, sums: Tensor | None,
+                   squares: Tensor | None, wave: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Patches of 2 x 2 tokens, as of ``rolled_merge``, times ``scaled`` (D, 4C) -> (B, H/2, W/2, D), all of x's type;
+    and what ``token_moments`` makes of these with ``wave``, as (3, B, H/2, W/2), or nothing: without it, or with more
+    outputs than one program has.
+
+    With ``folded``, from ``merging_weights``, patches are normalised, by their tokens' ``sums`` over channels and those
+    of their ``squares``, (B, H, W) each, float32.
     """
-    offset, (b, h, w, c), d = offset.contiguous(), x.shape, len(weight)
-    count = b * (h // 2) * (w // 2)
-    wide, rest = (128, 64) if d % 192 == 0 else (max(16, min(256, power(d))), 0)
-    tiles, parts = -(-count // 128), -(-d // (wide + rest))
-    padded = parts * (wide + rest)
-    k = math.gcd(c, 32 if rest else 64)  # with 64 of everything, memory beside a processor holds one program, not two
-    k = k if k >= 16 else max(16, min(64, power(c)))
+    offset, (b, h, w, c), d = offset.contiguous(), x.shape, len(scaled)
+    count, tiles = b * (h // 2) * (w // 2), _tiles(c, d)
+    wide = tiles["N"] + tiles["REST"]
+    parts = -(-d // wide)
+    programs, known = -(-count // tiles["T"]) * parts, wave is not None and parts == 1
     out = torch.empty((b, h // 2, w // 2, d), dtype=x.dtype, device=x.device)
-    moments = folded = offset  # neither is read without a norm
-    if gain is None or sums is None or squares is None:
-        scaled = weight.to(x.dtype)
-    else:
-        scaled = torch.empty((d, 4 * c), dtype=x.dtype, device=x.device)
-        folded = torch.empty((2, padded), dtype=torch.float32, device=x.device)
-        launch(_fold, (padded,), weight, gain, gain if bias is None else bias, scaled, folded, WIDTH=4 * c, D=d,
-               BIAS=bias is not None, K=power(4 * c), num_warps=4)  # fmt: skip
-        if sums.stride() != squares.stride() or sums.stride()[1:] != (w, 1):
-            sums, squares = sums.contiguous(), squares.contiguous()
-        moments = torch.empty((2, tiles * 128), dtype=torch.float32, device=x.device)
-        launch(_patch_moments, (tiles,), sums, squares, offset, moments, h, w, count, sums.stride(0), CHANNELS=c,
-               EPS=eps, T=128, num_warps=4)  # fmt: skip
-    launch(_merged_product, (tiles * parts,), x, offset, scaled, folded, moments, out, h, w, count, 4 * -(-c // k),
-           CHANNELS=c, D=d, ALL=padded, NORM=gain is not None, WHOLE=c % k == 0 and d == padded, K=k, N=wide,
-           REST=rest, T=128, num_warps=8, num_stages=5 if rest else 4)  # fmt: skip
-    return out
+    moments = torch.empty((3 if known else 0, b, h // 2, w // 2), dtype=torch.float32, device=x.device)
+    norms = torch.empty((0 if folded is None else programs, 2, tiles["T"]), dtype=torch.float32, device=x.device)
+    if sums is not None and squares is not None and (sums.stride(), (w, 1)) != (squares.stride(), sums.stride()[1:]):
+        sums, squares = sums.contiguous(), squares.contiguous()
+    given = [offset if tensor is None else tensor for tensor in (folded, sums, squares, wave)]
+    launch(_merged_product, (programs,), x, offset, scaled, *given, norms, out, moments, h, w, count,
+           4 * -(-c // tiles["K"]), 0 if sums is None else sums.stride(0), CHANNELS=c, D=d, PARTS=parts,
+           NORM=folded is not None, EPS=eps, MOMENTS=known, WHOLE=c % tiles["K"] == 0 and d == parts * wide,
+           **tiles)  # fmt: skip
+    return out, moments
