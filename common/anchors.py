@@ -12,6 +12,7 @@ all shifted copies are one array; otherwise scores are taken in float32 at least
 """
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +30,7 @@ __all__ = [
     "Fold",
     "MergeAnchor",
     "MergeWeights",
+    "Ready",
     "Score",
     "Strided",
     "TokenNorm",
@@ -93,6 +95,10 @@ class Strided(NamedTuple):
         return cls(*((int(pair[0]), int(pair[1])) for pair in (conv.kernel_size, conv.stride, conv.padding)))
 
 
+Ready = Callable[[bool], tuple[Tensor, Tensor]] | None
+"""How a kernel makes taps, in one pass or not, and what is added to the sum of all: see ``Anchor._taps``."""
+
+
 class Fold(NamedTuple):
     """A LayerNorm of the patch, folded into the convolution: (W' p - mean ``sums``) / std + ``constant``."""
 
@@ -102,13 +108,25 @@ class Fold(NamedTuple):
 
 
 class MergeWeights(NamedTuple):
-    """What a merging anchor scores, as a convolution (r, C, 2, 2) with the norm before it; and what the merging itself
-    multiplies by, if a kernel has made both in one pass: see ``kernels.merging_weights``."""
+    """What a merging anchor scores, with the norm before it; and what the merging itself multiplies by, if a kernel has
+    made both in one pass: see ``kernels.merging_weights``.
 
-    kernel: Tensor
+    Shapes: taps (r, C, 2, 2) or, from that kernel, (4, r, C) or, for one pass, (2 C, 32).
+    """
+
+    taps: Tensor
     fold: Fold | None
     scaled: Tensor | None = None
     folded: Tensor | None = None
+
+    @property
+    def kernel(self) -> Tensor:
+        """(r, C, 2, 2)"""
+        if self.taps.ndim == 4:
+            return self.taps
+        if self.taps.ndim == 3:
+            return self.taps.unflatten(0, (2, 2)).permute(2, 3, 0, 1)
+        return self.taps.view(2, -1, 2, 4, 4)[0, :, :, 2:].permute(3, 0, 1, 2)
 
 
 class TokenNorm(NamedTuple):
@@ -162,10 +180,10 @@ class Anchor(nn.Module):
     def affine_rows(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """``rows`` of a weight (D, ...) and of the bias (D,) that goes with it."""
         mixing = None if bias is None else self.mixing(len(weight), weight)
-        if bias is None or mixing is None or not kernels.fits_sketch(mixing, weight):
+        if bias is None or mixing is None or not kernels.fits_sketch(mixing, weight, bias):
             return self.rows(weight), None if bias is None else self.rows(bias[:, None])[:, 0]
-        both = kernels.sketched(mixing, weight.flatten(1), bias)
-        return both[:, :-1].unflatten(1, weight.shape[1:]), both[:, -1]
+        mixed, constant = kernels.sketched(mixing, weight.flatten(1), bias)
+        return mixed.unflatten(1, weight.shape[1:]), constant
 
     def depthwise_rows(self, *weights: Tensor) -> Tensor:
         """Depthwise kernels (C, 1, k, k) of one input: side by side, or r fixed combinations of all (r, C, k, k)."""
@@ -192,19 +210,20 @@ class Anchor(nn.Module):
         return x if fast or x.dtype == torch.float64 else x.float()
 
     def choose(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None,
-               fold: Fold | TokenNorm | None = None, fast: bool = False) -> Tensor:  # fmt: skip
+               fold: Fold | TokenNorm | None = None, fast: bool = False, ready: Ready = None) -> Tensor:  # fmt: skip
         """(B, 2) offsets of the best phase of a strided convolution: see ``phases``."""
         if fast and kernels.fits_token_kernel(x, weight, conv.stride):
-            parts = self._parts(x, weight, conv, bias, fold)
+            parts = self._parts(x, weight, conv, bias, fold, ready)
             return kernels.best_phase(parts, conv.stride[0], math.prod(x.shape[2:]), self.score == "signed")
         return best_offset(self.phases(x, weight, conv, bias, fold, fast))
 
     def phases(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None,
-               fold: Fold | TokenNorm | None = None, fast: bool = False) -> Tensor:  # fmt: skip
+               fold: Fold | TokenNorm | None = None, fast: bool = False, ready: Ready = None) -> Tensor:  # fmt: skip
         """(B, s_h, s_w) score of each phase of a strided convolution of x (B, C, H, W), with ``weight`` (r, C, k, k) in
-        place of its own and, with ``fold``, of normalised patches or tokens."""
+        place of its own and, with ``fold``, of normalised patches or tokens. Where kernels score and ``ready`` makes
+        what they take, weight and bias say only when to make it again: a compiler leaves them out."""
         if fast and kernels.fits_token_kernel(x, weight, conv.stride):
-            energy, toward = self._parts(x, weight, conv, bias, fold).double().sum(1).unbind(1)
+            energy, toward = self._parts(x, weight, conv, bias, fold, ready).double().sum(1).unbind(1)
             rms = (energy.sum((1, 2), keepdim=True) / math.prod(x.shape[2:])).sqrt()
             return energy if self.score == "energy" else energy + 0.01 * rms * toward
         if isinstance(fold, TokenNorm):
@@ -212,7 +231,7 @@ class Anchor(nn.Module):
             x = F.layer_norm(x.permute(0, 2, 3, 1), gain.shape, gain, shift, fold.eps).permute(0, 3, 1, 2)
             x, fold = x.to(kernels.product_dtype(x)), None
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        t = at_every_position(x, weight, conv, bias)
+        t = at_every_position(x, weight, conv, None if bias is None else bias.to(weight.dtype))
         t = t if t.dtype == torch.float64 else t.float()
         if fold is not None:
             patch = torch.stack(self.moments(x.permute(0, 2, 3, 1))[:2], 1)  # 2 x 2, from each position on
@@ -222,22 +241,24 @@ class Anchor(nn.Module):
             t = (t - mean * fold.sums.view(1, -1, 1, 1)) * inverse_std + fold.constant.view(1, -1, 1, 1)
         return phase_scores(token_energy(t, self.score, 1), conv.stride)
 
-    def _parts(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None,
-               fold: Fold | TokenNorm | None) -> Tensor:  # fmt: skip
+    def _parts(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, fold: Fold | TokenNorm | None,
+               ready: Ready) -> Tensor:  # fmt: skip
         """Energy and direction per phase: partial sums (B, parts, 2, s, s), by one kernel or by a product and one."""
         tokens, channels = x.permute(0, 2, 3, 1), x.shape[1]
         scale, colsum, total, square, eps = None, None, None, None, 0.0
         more = [] if bias is None else [bias]
         more += [] if fold is None else fold[:2]  # its two tensors
-        once = kernels.fits_token_scores(tokens, weight)
-        taps, constant = kept(lambda: self._taps(weight, bias, fold, x.dtype, once), (x.dtype, once), weight, *more)
+        once = kernels.fits_token_scores(tokens, len(weight), conv.kernel[0], conv.padding[0])
+        taps, constant = kept(
+            lambda: ready(once) if ready is not None else self._taps(weight, bias, fold, x.dtype, once),
+            (x.dtype, once, ready is not None), weight, *more)  # fmt: skip
         if fold is not None:
             known = fold.moments if isinstance(fold, TokenNorm) else None
             total, square, _ = self.moments(tokens) if known is None else known.unbind(1)
             colsum, eps = None if isinstance(fold, TokenNorm) else fold.sums.float(), fold.eps
         if once:
             return kernels.token_scores(tokens, taps, constant, self.wave, colsum, total, square, conv.kernel[0],
-                                        conv.padding[0], conv.stride[0], eps)  # fmt: skip
+                                        conv.stride[0], eps)  # fmt: skip
         if total is not None and square is not None and colsum is None:
             scale = (square / channels - (total / channels).square()).clamp_min(0).add(eps).rsqrt()
         y = F.linear(tokens, taps)  # every token by every tap, B, H, W, k k r
@@ -277,10 +298,15 @@ class ConvAnchor(Anchor):
 
     def prepare(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> Tensor:
         """x as both ``offset`` and the convolution read it: an image in inference is ``packed`` once for both."""
+        half = self.packing(x, conv, fast)
+        return x if half is None else kernels.packed(x, half)
+
+    def packing(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> torch.dtype | None:
+        """The type that ``prepare`` packs x in, or None if it leaves x as it is."""
         (k, _), (s, _), _ = Strided.of(conv)
         rows, half = min(self.sketch or len(conv.weight), len(conv.weight)), kernels.product_dtype(x)
         fits = fast and kernels.fits_image_tokens(x, conv.weight, s, half) and kernels.fits_image_phases(x, rows, k, s)
-        return kernels.packed(x, half) if fits else x
+        return half if fits else None
 
     @torch.no_grad()
     def offset(self, x: Tensor, conv: nn.Conv2d, fast: bool = False, at: Tensor | None = None) -> Tensor:
@@ -292,18 +318,28 @@ class ConvAnchor(Anchor):
             weight, bias = kept(lambda: self._of_weights(conv, x.dtype), (self.sketch, x.dtype), *weights)
             if fast and kernels.fits_image_phases(x, len(weight), strided.kernel[0], strided.stride[0]):
                 return self._of_image(x, weight, strided, bias, at)
+            ready = self._ready(conv, x.dtype)
             if at is None:
-                return self.choose(x, weight, strided, bias, fast=fast)
-            place = at + self.choose(roll(x, at, within=True), weight, strided, bias, fast=fast)
+                return self.choose(x, weight, strided, bias, fast=fast, ready=ready)
+            place = at + self.choose(roll(x, at, within=True), weight, strided, bias, fast=fast, ready=ready)
             sides = torch.stack([torch.full_like(at[:, 0], side) for side in x.shape[2:]], 1)
             return torch.where(place < sides, place, place - sides)
 
     def _of_weights(self, conv: nn.Conv2d, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of what is scored."""
+        """Weight of what is scored, and its bias, in float32 at least."""
         weight, bias = whole(conv.weight), None if conv.bias is None else whole(conv.bias)
-        if conv.groups == 1:
+        mixed = conv.groups == 1 and self.mixing(len(weight), weight) is not None
+        if mixed:
             weight, bias = self.affine_rows(weight, bias)
-        return weight.to(dtype, copy=True), None if bias is None else bias.to(dtype, copy=True)
+        return weight.to(dtype, copy=True), bias if bias is None or mixed else bias.clone()
+
+    def _ready(self, conv: nn.Conv2d, dtype: torch.dtype) -> Ready:
+        """The same by a kernel, if it fits."""
+        weight, bias, mixing = conv.weight, conv.bias, self.mixing(len(conv.weight), self.wave)
+        given = [weight] if bias is None else [weight, bias]
+        if mixing is None or conv.groups > 1 or not kernels.fits_sketch(mixing, *given):
+            return None
+        return lambda once: kernels.convolution_taps(mixing, weight, bias, dtype, once)
 
     def _of_image(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, at: Tensor | None) -> Tensor:
         """All phases at once, as one product of windows that hold them all, read where the image lies."""
@@ -311,7 +347,8 @@ class ConvAnchor(Anchor):
         half = kernels.product_dtype(x)  # float32 is more than a choice needs
         half = torch.float16 if half == torch.float32 and not kernels.INTERPRETED else half
         x = kernels.packed(x, half)
-        weights = kept(lambda: kernels.in_pieces(kernels.all_phases(weight.to(half), stride), x), half, weight)
+        phases = kernels.all_phases
+        weights = kept(lambda: kernels.in_pieces(phases(weight.to(half), stride), x, stride, True), half, weight)
         parts = kernels.image_phases(x, at, weights, bias, self.wave, k + stride - 1, stride, conv.padding[0])
         return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), self.score == "signed", at, x.shape[3])
 
@@ -337,6 +374,12 @@ class MergeAnchor(Anchor):
     -> rolled x, offsets (B, 2) in {0, 1}.
     """
 
+    zeros: Tensor
+
+    def __init__(self, *, score: Score = "signed", sketch: int = 0) -> None:
+        super().__init__(score=score, sketch=sketch)
+        self.register_buffer("zeros", torch.zeros(64), persistent=False)  # what a norm would add to each output
+
     def forward(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None,
                 fast: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
         offset = self.offset(x, reduction, norm, fast)
@@ -348,30 +391,37 @@ class MergeAnchor(Anchor):
         """``weights`` are those of ``weights(x, reduction, norm, ...)``, where they are known already."""
         with self.precision(x, fast):
             x = self.cast(x, fast)
-            kernel, fold = (weights or self.weights(x, reduction, norm))[:2]
-            return self.choose(x.permute(0, 3, 1, 2), kernel, Strided((2, 2), (2, 2), (0, 0)), fold=fold, fast=fast)
+            weights = weights or self.weights(x, reduction, norm)
+            kernel, fold, taps = weights.kernel, weights.fold, weights.taps
+            made = taps.ndim == (2 if kernels.fits_token_scores(x, len(kernel), 2, 0) else 3)
+            constant = self.zeros[: len(kernel)] if fold is None else fold.constant
+            ready: Ready = (lambda once: (taps.flatten(0, -2), constant)) if made else None
+            return self.choose(x.permute(0, 3, 1, 2), kernel, Strided((2, 2), (2, 2), (0, 0)), fold=fold, fast=fast,
+                               ready=ready)  # fmt: skip
 
     @torch.no_grad()
     def weights(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None,
                 scaled: torch.dtype | None = None) -> MergeWeights:  # fmt: skip
         """What is scored, of x's type; and what ``kernels.merged_product`` takes, of the type given."""
         given = [reduction.weight] if norm is None else [reduction.weight, norm.weight, norm.bias]
-        how = self.sketch, x.dtype, scaled
-        return kept(lambda: self._of_weights(reduction, norm, x.dtype, scaled), how, *given)
+        once = kernels.fits_token_scores(x, self.sketch, 2, 0)
+        how = self.sketch, x.dtype, scaled, once
+        return kept(lambda: self._of_weights(reduction, norm, x.dtype, scaled, once), how, *given)
 
     def _of_weights(self, reduction: nn.Linear, norm: nn.LayerNorm | None, dtype: torch.dtype,
-                    scaled: torch.dtype | None) -> MergeWeights:  # fmt: skip
+                    scaled: torch.dtype | None, once: bool = False) -> MergeWeights:  # fmt: skip
         weight, eps = whole(reduction.weight), 0.0 if norm is None else norm.eps
         gain, bias = (None, None) if norm is None else (whole(norm.weight), whole(norm.bias))
         mixing = self.mixing(len(weight), weight)
         others: list[Tensor] = []
-        few = mixing is not None and kernels.fits_sketch(mixing, weight)
-        if few or scaled is not None:
-            taps, parts, *others = kernels.merging_weights(weight, mixing if few else None, gain, bias, dtype, scaled)
-            others = others if scaled is not None else []
-        if few:
+        few = mixing if kernels.fits_sketch(mixing, weight) else None
+        if few is not None or scaled is not None:
+            made = kernels.merging_weights(weight, few, gain, bias, dtype, scaled, once)
+            taps, parts, others = made[0], made[1], list(made[2:] if scaled is not None else ())
+        if few is not None:
+            taps = taps if once else taps[: 4 * len(few)].unflatten(0, (4, -1))
             sums, constant = parts.sum(0).unbind()
-            return MergeWeights(taps.permute(2, 3, 0, 1), None if norm is None else Fold(sums, constant, eps), *others)
+            return MergeWeights(taps, None if norm is None else Fold(sums, constant, eps), *others)
         projection = self.rows(weight)  # r, 4C
         weight = projection if gain is None else projection * gain
         kernel = weight.view(len(weight), 2, 2, -1).permute(0, 3, 2, 1).to(dtype, copy=True)  # r, C, row, column

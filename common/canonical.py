@@ -28,6 +28,8 @@ It would make *any* network shift-invariant. It is therefore a separate switch (
 of a module or a model runs with it off.
 """
 
+from typing import overload
+
 import torch
 from torch import Tensor, nn
 
@@ -59,14 +61,27 @@ class Canonical(nn.Module):
         kernel = torch.cat([coarse, fine]).int()
         self.register_buffer("kernel", kernel, persistent=False)  # integers: .half() leaves them alone
 
+    @overload
+    def offset(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def offset(self, x: Tensor, packed: torch.dtype) -> tuple[Tensor, Tensor]: ...
+
     @torch.no_grad()
-    def offset(self, x: Tensor) -> Tensor:
-        _, _, height, width = x.shape
+    def offset(self, x: Tensor, packed: torch.dtype | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The offsets; and with a type, also the images: a kernel that reads them leaves them ``packed`` in it."""
+        height, width = x.shape[2:]
         if max(height, width) > self.kernel.shape[1]:
             raise ValueError(f"the canonical anchor reaches {self.kernel.shape[1]} pixels per side, got "
                              f"{(height, width)}: use smaller images, or canonical=False")  # fmt: skip
         if kernels.fits_canonical_kernel(x):
-            return kernels.canonical_offset(x, self.kernel)
+            offset, x = kernels.canonical_offset(x, self.kernel, packed)
+        else:
+            offset = self._choose(x)
+        return offset if packed is None else (offset, x)
+
+    def _choose(self, x: Tensor) -> Tensor:
+        _, _, height, width = x.shape
         g, mps = read(x), x.device.type == "mps"
         wide = torch.float32 if mps else torch.float64  # exact in both; MPS has no float64
         with torch.autocast(x.device.type, enabled=False):

@@ -96,7 +96,11 @@ class Classifier(HubModel):
         check_images(x, self.in_chans)
         self.check_size((x.shape[2], x.shape[3]))
         if self.adaptive and self.canonical:
-            offset = self.canonicalize.offset(x)
+            half = None if anchor is None else anchor.packing(x, embed, fast=True)
+            if half is None:
+                offset = self.canonicalize.offset(x)
+            else:  # the anchor is about to pack the image: one pass reads it for both
+                offset, x = self.canonicalize.offset(x, half)
         else:
             offset = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device)
         if anchor is None:

@@ -26,7 +26,7 @@ def embed(conv: nn.Conv2d, x: Tensor, offset: Tensor | None = None, norm: nn.Lay
     circular, dtype = conv.padding_mode == "circular", kernels.product_dtype(x)
     if 1 <= k - 2 * p <= s and kernels.fits_image_tokens(x, conv.weight, s, dtype):  # one window per cell
         x = kernels.packed(x, dtype) if k > s else x  # worth it where windows overlap
-        weights = kernels.in_pieces(conv.weight.to(dtype), x)
+        weights = kernels.in_pieces(conv.weight.to(dtype), x, s)
         gain, shift, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         tokens, moments = kernels.image_tokens(x, offset, weights, conv.bias, gain, shift, eps, wave, k, s, p, circular)
         return tokens, None if wave is None else moments

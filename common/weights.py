@@ -38,7 +38,7 @@ def kept(make: Callable[[], T], name: Hashable, *weights: Tensor) -> T:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of a few rows and weights, not in autocast's precision; a compiler makes it one pass with what is next."""
     if kernels.fits_sketch(a, b):
-        return kernels.sketched(a, b, None)
+        return kernels.sketched(a, b, None)[0]
     if torch.compiler.is_compiling():
         return (a[:, :, None] * b).sum(1)
     with torch.autocast(a.device.type, enabled=False):

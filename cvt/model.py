@@ -20,10 +20,10 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, TokenNorm
+from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided, TokenNorm
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
-from common.kernels import depthwise, usable
+from common.kernels import depthwise, depthwise_taps, fits_sketch, usable
 from common.registry import defaults, register_model
 from common.shifts import roll
 from common.weights import kept, whole
@@ -69,7 +69,15 @@ class KeyValueAnchor(Anchor):
             fold = TokenNorm(whole(norm.weight), whole(norm.bias), norm.eps, moments)
             kernel = kept(lambda: self.depthwise_rows(whole(key.weight), whole(value.weight)), self.sketch,
                           key.weight, value.weight)  # fmt: skip
-            return self.choose(x, kernel, Strided.of(key), fold=fold, fast=fast)
+            ready = self._ready(key.weight, value.weight, fold, x.dtype)
+            return self.choose(x, kernel, Strided.of(key), fold=fold, fast=fast, ready=ready)
+
+    def _ready(self, key: Tensor, value: Tensor, norm: TokenNorm, dtype: torch.dtype) -> Ready:
+        """What is scored, by a kernel if it fits."""
+        mixing = self.directions[:, : 2 * len(key)] if self.sketch else None
+        if mixing is None or key.shape[2:] != (3, 3) or not fits_sketch(mixing, key, value):
+            return None
+        return lambda once: depthwise_taps(mixing, key, value, norm.gain, norm.shift, dtype, once)
 
 
 class ConvEmbed(nn.Module):

@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.anchors import Anchor, ConvAnchor, Score, Strided, TokenNorm, best_offset
+from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided, TokenNorm, best_offset
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
-from common.kernels import depthwise, fits_rolled_norm, product_dtype, rolled_norm
+from common.kernels import depthwise, fits_rolled_norm, fits_sketch, pooled_taps, product_dtype, rolled_norm
 from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
 from common.shifts import roll
@@ -244,18 +244,17 @@ class PoolAnchor(Anchor):
             for stride in strides:
                 weights = attn.qkv.weight, attn.qkv.bias, *(pool.weight for pool in pools)
                 kernel, bias = kept(lambda: self._of_weights(attn, stride), (self.sketch, stride), *weights)  # noqa: B023
-                how = kernel, Strided.of(pools[1])._replace(stride=stride), bias, norm
+                ready = self._ready(attn, stride, norm, x.dtype)
+                how = kernel, Strided.of(pools[1])._replace(stride=stride), bias, norm, fast, ready
                 if strides == [(block.modulus, block.modulus)]:
-                    return self.choose(x, *how, fast=fast)
-                scores.append(self.phases(x, *how, fast=fast).tile([block.modulus // s for s in stride]))
+                    return self.choose(x, *how)
+                scores.append(self.phases(x, *how).tile([block.modulus // s for s in stride]))
             return best_offset(torch.stack(scores).sum(0))
 
     def _of_weights(self, attn: PoolingAttention, stride: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Kernel (r, C, 3, 3) and bias (r,) of what is scored: projection and pooling at one stride."""
-        pools, dim = (attn.pool_q, attn.pool_k, attn.pool_v), attn.proj.in_features
-        chosen = [i for i, pool in enumerate(pools) if pool.stride == stride]  # side by side: k strides as v
-        span = slice(chosen[0] * dim, (chosen[-1] + 1) * dim)
-        taps = torch.cat([whole(pools[i].weight)[:, 0].repeat(attn.num_heads, 1, 1) for i in chosen])
+        span, pools = self._pooled(attn, stride)
+        taps = torch.cat([whole(pool)[:, 0].repeat(attn.num_heads, 1, 1) for pool in pools])
         weight, bias = whole(attn.qkv.weight)[span], taps.sum((1, 2)) * whole(attn.qkv.bias)[span]
         mixing = self.mixing(len(taps), taps)
         if mixing is None:
@@ -263,6 +262,20 @@ class PoolAnchor(Anchor):
         mixed = mixing[..., None, None] * taps  # r, D, 3, 3
         kernel = product(mixed.permute(0, 2, 3, 1).flatten(0, 2), weight)  # (r, 3, 3), C
         return kernel.view(-1, 3, 3, kernel.shape[1]).permute(0, 3, 1, 2), (mixing * bias).sum(1)
+
+    def _ready(self, attn: PoolingAttention, stride: tuple[int, int], norm: TokenNorm, dtype: torch.dtype) -> Ready:
+        """What is scored, and the norm before it, by kernels if they fit."""
+        (span, pools), weight, bias = self._pooled(attn, stride), attn.qkv.weight, attn.qkv.bias
+        mixing = self.mixing(span.stop - span.start, self.wave)
+        if mixing is None or not fits_sketch(mixing, weight, bias, *pools):
+            return None
+        return lambda once: pooled_taps(mixing, weight[span], bias[span], pools, norm.gain, norm.shift, dtype, once)
+
+    def _pooled(self, attn: PoolingAttention, stride: tuple[int, int]) -> tuple[slice, list[Tensor]]:
+        """Which of the projection's outputs are pooled at one stride, and with what weights."""
+        pools, dim = (attn.pool_q, attn.pool_k, attn.pool_v), attn.proj.in_features
+        chosen = [i for i, pool in enumerate(pools) if pool.stride == stride]  # side by side: k strides as v
+        return slice(chosen[0] * dim, (chosen[-1] + 1) * dim), [pools[i].weight for i in chosen]
 
 
 class MViTv2(Classifier):

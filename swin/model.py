@@ -73,11 +73,10 @@ class PatchMerging(nn.Module):
         self.norm = nn.LayerNorm(4 * dim)
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None, weights: MergeWeights | None = None,
-                wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    def forward(self, x: Tensor, offset: Tensor | None = None, weights: MergeWeights | None = None) -> Tensor:
         """``offset`` (B, 2) in [0, side) is where each grid begins, if not at (0, 0); ``weights`` are those made before
-        it was chosen. With ``wave`` also the tokens' moments, where they cost little: see ``reduce_patches``."""
-        return reduce_patches(x, offset, self.norm, self.reduction, weights, wave)
+        it was chosen."""
+        return reduce_patches(x, offset, self.norm, self.reduction, weights)
 
     def weights(self, anchor: MergeAnchor, x: Tensor) -> MergeWeights:
         return anchor.weights(x, self.reduction, self.norm, reduction_dtype(x, self.norm, self.reduction))

@@ -108,11 +108,10 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
         self.norm = nn.LayerNorm(out_dim)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None, weights: MergeWeights | None = None,
-                wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    def forward(self, x: Tensor, offset: Tensor | None = None, weights: MergeWeights | None = None) -> Tensor:
         """``offset`` (B, 2) in [0, side) is where each grid begins, if not at (0, 0); ``weights`` are those made before
-        it was chosen. Moments of the tokens are not known: a product has them before the norm, whatever ``wave``."""
-        return self.norm(reduce_patches(x, offset, None, self.reduction, weights)[0]), None
+        it was chosen."""
+        return self.norm(reduce_patches(x, offset, None, self.reduction, weights))
 
     def weights(self, anchor: MergeAnchor, x: Tensor) -> MergeWeights:
         return anchor.weights(x, self.reduction, None, reduction_dtype(x, None, self.reduction))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import awkward_images, interpreted
+from conftest import awkward_images, interpreted, launches
 from torch import Tensor
 
 from common import kernels
@@ -138,6 +138,31 @@ def test_offsets_of_any_layout(monkeypatch: pytest.MonkeyPatch, channels: int, d
     assert torch.equal(fast, plain)
     monkeypatch.setattr(kernels.base, "ENABLED", True)
     assert torch.equal(both(monkeypatch, x.contiguous(memory_format=torch.channels_last))[0], fast)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("channels", [3, 4, 5])
+def test_images_are_packed_as_they_are_read(monkeypatch: pytest.MonkeyPatch, channels: int, dtype: torch.dtype) -> None:
+    """To the bit, in any layout, and what is not finite stays so, though it counts as zero for the offset."""
+    x = torch.randn(3, channels, 24, 20)[:, :, ::2]
+    x[0, -1, 1, 1], x[1, 0, 2, 2], x[2, 0, 3, 3] = float("nan"), float("inf"), -1e30
+    launched = launches(monkeypatch, "patches")
+    for image in (x, x.contiguous(), x.contiguous(memory_format=torch.channels_last)):
+        offset, packed = Canonical().offset(image, dtype)
+        assert launched == (["_image_pixels"] if channels == 5 else [])
+        want = kernels.packed(image, dtype)
+        assert packed.dtype == dtype
+        assert packed.shape == want.shape
+        assert packed.stride() == want.stride()
+        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        room = packed.stride(3)
+        whole = (t.as_strided((3, 12, 20, room), (*t.stride()[::2], room, 1)).contiguous() for t in (packed, want))
+        assert torch.equal(*(t.view(bits) for t in whole))
+        assert torch.equal(offset, Canonical().offset(image))
+        launched.clear()
+    assert Canonical().offset(packed, dtype)[1] is packed
+    assert not launched
 
 
 @interpreted

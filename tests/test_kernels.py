@@ -1,5 +1,6 @@
 """The Triton kernels of attention, scores and embeddings against their torch forms."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from common.weights import product
 from common.windowed import merge_patches
 from common.windows import attend_in_windows, shifted_window_mask
 from cvt.model import KeyValueAnchor
+from mvitv2.model import PoolAnchor, PoolingAttention
 
 
 def both(monkeypatch: pytest.MonkeyPatch, f: Callable[[], Any]) -> tuple[Any, Any]:
@@ -93,6 +95,30 @@ def test_phase_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, padding
 
 
 @interpreted
+@pytest.mark.parametrize(("kernel", "stride", "padding", "channels", "padding_mode"), [
+    (4, 4, 0, 3, "circular"), (7, 4, 2, 3, "zeros"), (7, 4, 3, 3, "circular"), (7, 2, 3, 3, "zeros"),
+    (3, 2, 1, 5, "circular"), (5, 4, 1, 1, "zeros"),
+])  # fmt: skip
+def test_parts_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, stride: int, padding: int, channels: int,
+                           padding_mode: str) -> None:  # fmt: skip
+    """An image of many cells is shared between programs, which begin with what windows have in the rows before."""
+    for how in ("TOKENS", "PHASES"):
+        for limit, count in (("cells", 16), ("rows", 3), ("many", 3)):
+            monkeypatch.setitem(getattr(sys.modules["common.kernels.patches"], how), limit, count)
+    conv = nn.Conv2d(channels, 24, kernel, stride, padding, padding_mode=padding_mode)
+    anchor = ConvAnchor(score="energy", sketch=64 // stride**2)
+    x, at = torch.randn(2, channels, 7 * stride, 18 * stride), torch.tensor([[1, 0], [5, 17]])
+    x = kernels.packed(x, x.dtype)
+
+    def run() -> list[Tensor]:
+        with torch.no_grad():
+            return [embed(conv, x, at)[0], embed(conv, x)[0], anchor.offset(x, conv, fast=True, at=at)]
+
+    for fast, plain in zip(*both(monkeypatch, run), strict=True):
+        assert torch.allclose(fast, plain, atol=2e-5)
+
+
+@interpreted
 @pytest.mark.parametrize("channels", [1, 3, 4, 5])
 def test_packed_image(channels: int) -> None:
     """The same image, with room for a power of two of channels in each pixel: zeros, which weights of zero leave so."""
@@ -109,14 +135,20 @@ def test_packed_image(channels: int) -> None:
 @interpreted
 @pytest.mark.parametrize("name", ["swin_micro", "swinv2_micro", "cvt_micro", "mvitv2_micro"])
 def test_an_image_is_packed_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """For the choice of a phase and for the tokens there; in a default model where windows overlap."""
+    """For the choice of a phase and for the tokens there: as the canonical anchor reads it, or apart if it has many
+    channels (too many for a program to hold the weights of all phases of a large window). In a default model where
+    windows overlap."""
     launched = launches(monkeypatch, "patches")
-    x = torch.randn(1, 3, 32, 32)
+    x = torch.randn(1, 5, 32, 32)
     with torch.no_grad():
-        randomize(create_model(name, adaptive=True, sketch=4)).eval()(x)
-        assert launched == ["_image_pixels", "_image_phases", "_image_tokens"]
-        create_model(name).eval()(x)
-    assert launched[3:] == (["_image_tokens"] if "swin" in name else ["_image_pixels", "_image_tokens"])
+        randomize(create_model(name, adaptive=True, sketch=4)).eval()(x[:, :3])
+        assert launched == ["_image_phases", "_image_tokens"]
+        randomize(create_model(name, adaptive=True, sketch=4, in_chans=5)).eval()(x)
+        held = ["_image_phases"] if "swin" in name else []
+        assert launched[2:] == ["_image_pixels", *held, "_image_tokens"]
+        launched.clear()
+        create_model(name).eval()(x[:, :3])
+    assert launched == (["_image_tokens"] if "swin" in name else ["_image_pixels", "_image_tokens"])
 
 
 @interpreted
@@ -194,6 +226,94 @@ def test_sketched_weights(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...
     assert bias is None or torch.allclose(fast[1], plain[1], atol=1e-5, rtol=1e-5)
 
 
+Taps = Callable[[bool], tuple[Tensor, ...]]
+
+
+def assert_same_taps(monkeypatch: pytest.MonkeyPatch, ready: Taps | None, plain: Taps, once: bool,
+                     calls: list[str]) -> None:  # fmt: skip
+    """That these kernels make all of what the readable code makes: memory is no number before it is written."""
+    launched = launches(monkeypatch, "sketching")
+    assert ready is not None
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        made = ready(once)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert launched == calls
+    monkeypatch.setattr(kernels.base, "ENABLED", False)
+    for found, expected in zip(made, plain(once), strict=True):
+        assert found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
+LAYOUTS = pytest.mark.parametrize(("once", "sketch"), [(True, 4), (False, 4), (False, 8)])
+
+
+@interpreted
+@LAYOUTS
+@pytest.mark.parametrize(("kernel", "channels", "biased"), [(2, 16, True), (3, 24, True), (3, 5, False)])
+@torch.no_grad()
+def test_taps_of_a_convolution(monkeypatch: pytest.MonkeyPatch, kernel: int, channels: int, biased: bool, once: bool,
+                               sketch: int) -> None:  # fmt: skip
+    anchor, conv = ConvAnchor(sketch=sketch), nn.Conv2d(channels, 40, kernel, 2, bias=biased)
+    weight, bias = anchor._of_weights(conv, torch.float32)
+    assert_same_taps(monkeypatch, anchor._ready(conv, torch.float32),
+                     lambda once: anchor._taps(weight, bias, None, torch.float32, once), once,
+                     ["_sketched"])  # fmt: skip
+
+
+@interpreted
+@LAYOUTS
+@pytest.mark.parametrize("channels", [32, 20])
+@torch.no_grad()
+def test_taps_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, channels: int, once: bool, sketch: int) -> None:
+    """With the norm before them."""
+    anchor, norm = KeyValueAnchor(sketch=sketch), TokenNorm(torch.randn(channels), torch.randn(channels), 1e-6)
+    key, value = torch.randn(2, channels, 1, 3, 3).unbind()
+    weight = anchor.depthwise_rows(key, value)
+    assert_same_taps(monkeypatch, anchor._ready(key, value, norm, torch.float32),
+                     lambda once: anchor._taps(weight, None, norm, torch.float32, once), once,
+                     ["_normed_taps"])  # fmt: skip
+
+
+@interpreted
+@LAYOUTS
+@pytest.mark.parametrize(("stride_q", "stride_kv", "stride"), [(2, 2, 2), (1, 4, 4), (2, 1, 2)])
+@torch.no_grad()
+def test_taps_of_poolings(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride_kv: int, stride: int, once: bool,
+                          sketch: int) -> None:  # fmt: skip
+    """Of queries, keys and values, of keys and values, and of queries alone: with projection, heads and norm."""
+    attn = randomize(PoolingAttention(dim=20, out_dim=24, size=(8, 8), num_heads=2, stride_q=stride_q, circular=True,
+                                      stride_kv=stride_kv, padding_mode="circular"))  # fmt: skip
+    anchor, norm = PoolAnchor(sketch=sketch), TokenNorm(torch.randn(20), torch.randn(20), 1e-6)
+    weight, bias = anchor._of_weights(attn, (stride, stride))
+    assert_same_taps(monkeypatch, anchor._ready(attn, (stride, stride), norm, torch.float32),
+                     lambda once: anchor._taps(weight, bias, norm, torch.float32, once), once,
+                     ["_sketched", "_normed_taps"])  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("normalised", [True, False])
+@LAYOUTS
+@torch.no_grad()
+def test_taps_of_a_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool, once: bool, sketch: int) -> None:
+    anchor, reduction, norm = MergeAnchor(sketch=sketch), nn.Linear(80, 40, bias=False), randomize(nn.LayerNorm(80))
+    given = norm if normalised else None
+
+    def ready(once: bool) -> tuple[Tensor, ...]:
+        made = anchor._of_weights(reduction, given, torch.float32, None, once)
+        return made.taps.flatten(0, -2), made.kernel, *(made.fold[:2] if made.fold is not None else ())
+
+    def plain(once: bool) -> tuple[Tensor, ...]:
+        made = anchor._of_weights(reduction, given, torch.float32, None)
+        taps, _ = anchor._taps(made.kernel, None, made.fold, torch.float32, once)
+        return taps, made.kernel, *(made.fold[:2] if made.fold is not None else ())
+
+    assert_same_taps(monkeypatch, ready, plain, once, ["_merging_weights"])
+
+
 @interpreted
 def test_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """More combinations than one program takes, and not of a multiple of them."""
@@ -222,12 +342,16 @@ def test_offsets_of_windows(monkeypatch: pytest.MonkeyPatch, size: tuple[int, in
     (3, 2, (12, 14), 96, "token"),
     (3, 2, (6, 4), 128, None),
     (3, 4, (8, 28), 96, "token"),
+    (3, 4, (8, 4), 256, None),
+    (3, 2, (4, 6), 384, "token"),
+    (2, 2, (6, 4), 384, "patch"),
 ])  # fmt: skip
 def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stride: int, size: tuple[int, int],
                               channels: int, norm: str | None, programs: int) -> None:  # fmt: skip
     """One pass over tokens gives what a product with all taps gives, and the readable code: in one strip of rows or in
-    many, several of which are in one program."""
-    monkeypatch.setattr(kernels.scores, "PROGRAMS", programs)
+    many."""
+    readings = {c: how._replace(programs=programs) for c, how in kernels.tokens.READINGS.items()}
+    monkeypatch.setattr(kernels.tokens, "READINGS", readings)
     anchor, conv = ConvAnchor(sketch=4), Strided((kernel, kernel), (stride, stride), (kernel - 2, kernel - 2))
     x = torch.randn(3, *size, channels).add(torch.randn(3, *size, 1)).permute(0, 3, 1, 2)
     weight, bias = torch.randn(4, channels, kernel, kernel), torch.randn(4)
@@ -236,7 +360,7 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
         fold = TokenNorm(torch.randn(channels), torch.randn(channels), 1e-6)
     elif norm == "patch":
         fold = Fold(weight.sum((1, 2, 3)), bias, 1e-5)
-    launched = launches(monkeypatch, "scores")
+    launched = launches(monkeypatch, "tokens")
 
     def run() -> Tensor:
         return anchor.phases(x, weight, conv, None if norm == "patch" else bias, fold, fast=True)
@@ -245,7 +369,7 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
     assert "_token_scores" in launched
     assert "_token_energies" not in launched
     with monkeypatch.context() as patch:
-        patch.setattr(kernels.scores, "CHUNKS", {})
+        patch.setattr(kernels.tokens, "READINGS", {})
         other = run()
     assert "_token_energies" in launched
     monkeypatch.setattr(kernels.base, "ENABLED", False)
@@ -258,9 +382,9 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
 @interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_images_are_scored_apart() -> None:
-    """An image that is no number spoils none of those in the same program."""
+    """An image that is no number spoils no other."""
     anchor, conv = ConvAnchor(sketch=4), Strided((3, 3), (2, 2), (1, 1))
-    x, weight = torch.randn(3, 6, 14, 32), torch.randn(4, 32, 3, 3)  # 3 strips each, 4 in a program
+    x, weight = torch.randn(3, 6, 14, 32), torch.randn(4, 32, 3, 3)
     expected = anchor.phases(x.permute(0, 3, 1, 2), weight, conv, fast=True)
     x[1, 3, 5:7] = torch.tensor([float("nan"), float("inf")])[:, None]
     found = anchor.phases(x.permute(0, 3, 1, 2), weight, conv, fast=True)

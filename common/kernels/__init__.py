@@ -16,18 +16,9 @@ from .patches import (
     packed,
 )
 from .rolling import fits_roll_kernel, fits_rolled_norm, rolled, rolled_norm
-from .scores import (
-    best_phase,
-    best_window,
-    fits_token_kernel,
-    fits_token_scores,
-    fits_window_scores,
-    in_one_pass,
-    token_energies,
-    token_moments,
-    token_scores,
-)
-from .sketching import fits_sketch, merging_weights, sketched
+from .scores import best_phase, best_window, fits_window_scores, token_moments
+from .sketching import convolution_taps, depthwise_taps, fits_sketch, merging_weights, pooled_taps, sketched
+from .tokens import fits_token_kernel, fits_token_scores, in_one_pass, token_energies, token_scores
 from .windows import fits_window_kernel, window_attention
 
 __all__ = [
@@ -37,7 +28,9 @@ __all__ = [
     "best_phase",
     "best_window",
     "canonical_offset",
+    "convolution_taps",
     "depthwise",
+    "depthwise_taps",
     "fits_canonical_kernel",
     "fits_depthwise_kernel",
     "fits_image_phases",
@@ -61,6 +54,7 @@ __all__ = [
     "merging_weights",
     "packed",
     "plain_depthwise",
+    "pooled_taps",
     "product_dtype",
     "rolled",
     "rolled_merge",

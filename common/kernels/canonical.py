@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .base import AVAILABLE, launch, operator, power, usable
+from .patches import is_packed, packed
 
 if AVAILABLE:
     import triton
@@ -14,8 +15,10 @@ __all__ = ["BASE", "HALF", "PRIME", "canonical_offset", "fits_canonical_kernel",
 PRIME, BASE = 2039, 37  # integers modulo the prime are exact in float16; 37 generates half of them at least
 HALF = PRIME // 2
 COPIES = 8  # of the rings: numbers per load
-TILES = {"read": 1024, "read warps": 8, "places": 128, "rows": 32, "steps": 8, "choose warps": 8}
-"""Pixels per program of ``_read``; M and K of ``_describe`` up to 256 x 256 pixels; loads under way in ``_turn``."""
+TILES = {"read": 1024, "read warps": 8, "pack read": 512, "pack read warps": 8, "places": 128, "rows": 32, "steps": 8,
+         "choose warps": 8}  # fmt: skip
+"""Pixels per program of ``_read``, two of them per thread if they are packed, which are 16 bytes; M and K of
+``_describe`` up to 256 x 256 pixels; loads under way in ``_turn``."""
 
 
 def peak(n: int) -> int:
@@ -49,10 +52,12 @@ if AVAILABLE:
         return (t % COPIES) * (2 * T) + t // COPIES * COPIES
 
     @triton.jit
-    def _read(x, kernel, g, coarse, fine, images, line, length, height, width, sb, sc, sh, sw, PRIME: tl.constexpr,
-              BASE: tl.constexpr, CHANNELS: tl.constexpr, ROW_PEAK: tl.constexpr, COLUMN_PEAK: tl.constexpr,
-              COPIES: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, N: tl.constexpr):  # fmt: skip
-        """N pixels of a line as integers; in further programs, a copy of the rings of u, v, y and z.
+    def _read(x, kernel, g, pixels, coarse, fine, images, line, length, height, width, sb, sc, sh, sw,
+              PRIME: tl.constexpr, BASE: tl.constexpr, CHANNELS: tl.constexpr, PACK: tl.constexpr,
+              ROW_PEAK: tl.constexpr, COLUMN_PEAK: tl.constexpr, COPIES: tl.constexpr, TH: tl.constexpr,
+              TW: tl.constexpr, N: tl.constexpr):  # fmt: skip
+        """N pixels of a line as integers and, to PACK them, as they are, three or four channels side by side; in
+        further programs, a copy of the rings of u, v, y and z.
 
         Instructions that round and convert are slow. So whole numbers below 2^22 become integers through the bits of
         3 * 2^22 + t, and integers below 2^23 become floats through those of 2^23 + t."""
@@ -62,7 +67,18 @@ if AVAILABLE:
             pixel = x + image.to(tl.int64) * sb + row.to(tl.int64) * sh + k * sw
             a = tl.zeros([N], tl.int32)
             for c in tl.static_range(CHANNELS):
-                t = tl.load(pixel + c * sc, k < line, 0.0, eviction_policy="evict_first").to(tl.float32)
+                t = tl.load(pixel + c * sc, k < line, 0.0, eviction_policy="evict_first")
+                if PACK:
+                    value = t.to(pixels.dtype.element_ty)
+                    if c == 0:
+                        even = value
+                    elif c == 1:
+                        odd = value
+                    elif c == 2:
+                        even = tl.join(even, value)
+                    else:
+                        odd = tl.join(odd, value)
+                t = t.to(tl.float32)
                 t = tl.where(tl.abs(t) < float("inf"), t, 0.0)
                 t -= tl.floor(t * 0.00390625 + 0.5) * 256.0
                 t = tl.floor(t * 1024.0 + 0.5)
@@ -73,6 +89,11 @@ if AVAILABLE:
             t = (a + 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + PRIME // 2)
             place = image.to(tl.int64) * height * width + row * width
             tl.store(g + place + k, t.to(tl.float16), k < line)
+            if PACK:
+                if CHANNELS == 3:
+                    odd = tl.join(odd, tl.zeros_like(odd))
+                k = part * (4 * N) + tl.arange(0, 4 * N)
+                tl.store(pixels + 4 * place + k, tl.reshape(tl.join(even, odd), [4 * N]), k < 4 * line)
         else:
             copy = ((image - images) * tl.num_programs(1) + row) * tl.num_programs(2) + part
             if copy < COPIES:
@@ -192,13 +213,23 @@ if AVAILABLE:
         tl.store(out + 2 * image + 1, column.to(tl.int64))
 
 
-@operator("shift_vits::canonical_offset")
-def canonical_offset(x: Tensor, kernel: Tensor) -> Tensor:
-    """Offsets (B, 2) of the canonical anchor: ``Canonical.offset``, to the bit.
+def canonical_offset(x: Tensor, kernel: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Offsets (B, 2) of the canonical anchor: ``Canonical.offset``, to the bit; and x or, with ``dtype``, what
+    ``packed`` makes of it. Images of three or four channels are packed as they are read.
 
     Shapes: x (B, C, H, W), any strides; kernel (4, length), int32, with length at least H and W. Its last two rows, y
     and z, are from 1 to 2^15.
     """
+    few = dtype is not None and x.shape[1] in (3, 4) and not (x.dtype == dtype and is_packed(x))
+    offset, pixels = canonical_place(x, kernel, dtype if few else None)
+    if dtype is None:
+        return offset, x
+    return offset, pixels.permute(0, 3, 1, 2)[:, : x.shape[1]] if few else packed(x, dtype)
+
+
+@operator("shift_vits::canonical_place")
+def canonical_place(x: Tensor, kernel: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Offsets (B, 2), and pixels (B, H, W, 4) of the type given, zeros behind the last channel: none without a type."""
     b, c, h, w = x.shape
     down, across = max(16, power(h)), max(16, power(w))
     g = torch.empty((b, h, w), dtype=torch.float16, device=x.device)
@@ -206,11 +237,13 @@ def canonical_offset(x: Tensor, kernel: Tensor) -> Tensor:
                     for kind in (torch.float16, torch.int16))  # fmt: skip
     (sb, sc, sh, sw), length = x.stride(), kernel.shape[1]
     lines, line = (1, h * w) if sh == w * sw and h * w * sw < 2**31 else (h, w)  # an image is one line, as a rule
-    n = min(TILES["read"], max(16, power(line)))
+    pack = "" if dtype is None else "pack "
+    n, warps = min(TILES[pack + "read"], max(16, power(line))), TILES[pack + "read warps"]
     parts = -(-line // n)
-    launch(_read, (b + -(-COPIES // (lines * parts)), lines, parts), x, kernel, g, coarse, fine, b, line, length, h, w,
-           sb, sc, sh, sw, PRIME=PRIME, BASE=BASE, CHANNELS=c, ROW_PEAK=peak(h), COLUMN_PEAK=peak(w), COPIES=COPIES,
-           TH=down, TW=across, N=n, num_warps=TILES["read warps"])  # fmt: skip
+    pixels = torch.empty((0 if dtype is None else b, h, w, 4), dtype=dtype or x.dtype, device=x.device)
+    launch(_read, (b + -(-COPIES // (lines * parts)), lines, parts), x, kernel, g, pixels, coarse, fine, b, line,
+           length, h, w, sb, sc, sh, sw, PRIME=PRIME, BASE=BASE, CHANNELS=c, PACK=dtype is not None, ROW_PEAK=peak(h),
+           COLUMN_PEAK=peak(w), COPIES=COPIES, TH=down, TW=across, N=n, num_warps=warps)  # fmt: skip
     # v stays in shared memory, m places for every pixel of a row, beside k rows of pixels
     m, n = min(TILES["places"], across, 2**15 // across), min(256, down)
     k = max(16, min(TILES["rows"], down // 2, TILES["rows"] * 256 // across))
@@ -225,4 +258,4 @@ def canonical_offset(x: Tensor, kernel: Tensor) -> Tensor:
     launch(_choose, (b,), d, g, kernel, fine, s, out, length, h, w, TH=down, TW=across, PARTS=seen, COPIES=COPIES,
            FEW=4096 // max(256, side), STEPS=TILES["steps"], N=min(256, across), K=min(256, down),
            num_warps=TILES["choose warps"] if side > 64 else 4, num_stages=1)  # fmt: skip
-    return out
+    return out, pixels

@@ -22,7 +22,7 @@ __all__ = ["fits_merge_kernel", "fits_merged_product", "merged_product", "rolled
 
 PROGRAMS = 528  # of a backward pass with a norm: four on each of 132 processors, and each leaves one sum per weight
 TILES: dict[tuple[int, int], dict[str, int]] = {}  # of a merged product of C channels and D outputs, if not as usual
-OUTPUTS = 512  # of a merged product: patches are read again for every 192 or 256 of them, and beyond this too often
+OUTPUTS = 768  # of a merged product: patches are read again for every 192 or 256 of them, and beyond this too often
 
 
 def fits_merge_kernel(x: Tensor) -> bool:
@@ -33,7 +33,7 @@ def fits_merge_kernel(x: Tensor) -> bool:
 
 
 def fits_merged_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``merged_product`` takes x of the type given: half precision, at most 512 outputs, no gradient at all."""
+    """Whether ``merged_product`` takes x of the type given: half precision, at most 768 outputs, no gradient at all."""
     half = dtype in (torch.bfloat16, torch.float16) or INTERPRETED
     plain = half and len(weight) <= OUTPUTS and weight.is_contiguous() and not isinstance(weight, DTensor)
     return plain and not torch.is_grad_enabled() and fits_merge_kernel(x)
@@ -160,12 +160,48 @@ if AVAILABLE:
             tl.store(sums + 7 * CHANNELS, tl.sum(b3, 0), c < CHANNELS)
 
     @triton.jit
-    def _weights(line, k, n, real, WIDTH: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
-        if WHOLE:
-            b = tl.load(line + (k[:, None] + n[None, :] * WIDTH))
+    def _corners(offset, start, begin, count, height, width, T: tl.constexpr):
+        """Of T patches the image, the first of four tokens, both counted from image ``begin`` on, and how far the token
+        below and the one to the right are from that; in 32 bits."""
+        image, top, left = _patches(tl.minimum(start + tl.arange(0, T), count - 1), height, width)
+        top += tl.load(offset + 2 * image).to(tl.int32)
+        left += tl.load(offset + 2 * image + 1).to(tl.int32)
+        image -= begin
+        first, below, right, _ = _places(image, top, left, height, width, 1)
+        return image, first.to(tl.int32), (below - first).to(tl.int32), (right - first).to(tl.int32)
+
+    @triton.jit
+    def _norms(sums, squares, image, first, below, right, apart, CHANNELS: tl.constexpr, EPS: tl.constexpr):
+        """Mean and 1 / deviation of patches; sums of two images' tokens are ``apart`` more than their tokens are."""
+        p = first + image * apart
+        mean = tl.load(sums + p) + tl.load(sums + (p + below))
+        mean += tl.load(sums + (p + right)) + tl.load(sums + (p + below + right))
+        square = tl.load(squares + p) + tl.load(squares + (p + below))
+        square += tl.load(squares + (p + right)) + tl.load(squares + (p + below + right))
+        mean /= 4 * CHANNELS
+        square = tl.maximum(square / (4 * CHANNELS) - mean * mean, 0.0)
+        return mean, 1.0 / tl.sqrt(square + EPS)
+
+    @triton.jit
+    def _tokens(x, first, below, right, step, CHANNELS: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr):
+        """Columns step K : (step + 1) K of patches."""
+        k = tl.arange(0, K)
+        if CHANNELS % K == 0:  # of one token
+            token = step // (CHANNELS // K)
+            place = first + (token % 2 * below + token // 2 * right + (step - token * (CHANNELS // K)) * K)
+            place = place[:, None] + k[None, :]
         else:
-            b = tl.load(line + (k[:, None] + n[None, :] * WIDTH), real[:, None] & (n < D)[None, :], 0.0)
-        return b
+            token = (step * K + k) // CHANNELS
+            place = first[:, None] + ((token % 2)[None, :] * below[:, None] + (token // 2)[None, :] * right[:, None])
+            place += (step * K + k - token * CHANNELS)[None, :]
+        return tl.load(x + place) if WHOLE else tl.load(x + place, (step * K + k < 4 * CHANNELS)[None, :], 0.0)
+
+    @triton.jit
+    def _weights(weight, step, n, K: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
+        """The same columns of weights n."""
+        k = tl.arange(0, K)
+        place = weight + step * K + (k[:, None] + n[None, :] * WIDTH)
+        return tl.load(place) if WHOLE else tl.load(place, (step * K + k < WIDTH)[:, None] & (n < D)[None, :], 0.0)
 
     @triton.jit
     def _finish(out, y, norms, folded, limit, n, T: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
@@ -179,75 +215,66 @@ if AVAILABLE:
         tl.store(out + (i[:, None] * D + n[None, :]), y.to(out.dtype.element_ty), keep)
 
     @triton.jit
-    def _merged_product(x, offset, weight, folded, sums, squares, wave, norms, out, moments, height, width, count,
-                        steps, sm, CHANNELS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr,
-                        EPS: tl.constexpr, MOMENTS: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr,
-                        N: tl.constexpr, REST: tl.constexpr, T: tl.constexpr):  # fmt: skip
-        """T patches by N + REST outputs, K channels of one of the four tokens at a time. Tokens go from memory to the
-        product as they are, and two programs fit on a processor: so places are 32 bits, from the first image on, and
-        the compiler is not told how many ``steps`` there are, or it would unroll them. PARTS programs have the same
-        patches, one after another: all but one find them near."""
-        part, start, k = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS * T, tl.arange(0, K)
-        image, top, left = _patches(tl.minimum(start + tl.arange(0, T), count - 1), height, width)
-        top += tl.load(offset + 2 * image).to(tl.int32)
-        left += tl.load(offset + 2 * image + 1).to(tl.int32)
+    def _merged_product(x, offset, weight, folded, sums, squares, norms, out, height, width, count, steps, sm,
+                        CHANNELS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr,
+                        EPS: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr, N: tl.constexpr, REST: tl.constexpr,
+                        T: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
+        """T + MORE patches by N + REST outputs, K columns of them at a time: what is no power of two (192 outputs; 192
+        patches, which share out evenly where 128 and 256 do not) is two of them.
+
+        Tokens go from memory to the product as they are. Programs of 128 patches share a processor with another: so
+        places are 32 bits, and the compiler is not told how many ``steps`` there are, or it would unroll them. PARTS
+        programs have the same patches, one after another: all but one find them near.
+        """
+        part, start = tl.program_id(0) % PARTS * (N + REST), tl.program_id(0) // PARTS * (T + MORE)
         begin = start // (height // 2 * (width // 2))
         x += begin.to(tl.int64) * (height * width * CHANNELS)
-        first, below, right, _ = _places(image - begin, top, left, height, width, 1)
-        below, right, first = (below - first).to(tl.int32), (right - first).to(tl.int32), first.to(tl.int32)
+        image, first, below, right = _corners(offset, start, begin, count, height, width, T)
+        if MORE:
+            image2, first2, below2, right2 = _corners(offset, start + T, begin, count, height, width, MORE)
         if NORM:  # in registers these would be in the way
             sums, squares = sums + begin.to(tl.int64) * sm, squares + begin.to(tl.int64) * sm
-            p = first + (image - begin) * (sm - height * width)
-            mean = tl.load(sums + p) + tl.load(sums + (p + below))
-            mean += tl.load(sums + (p + right)) + tl.load(sums + (p + below + right))
-            square = tl.load(squares + p) + tl.load(squares + (p + below))
-            square += tl.load(squares + (p + right)) + tl.load(squares + (p + below + right))
-            mean /= 4 * CHANNELS
-            norms += tl.program_id(0) * (2 * T)
+            apart = sm - height * width
+            norms += tl.program_id(0) * (2 * (T + MORE))
+            mean, scale = _norms(sums, squares, image, first, below, right, apart, CHANNELS, EPS)
+            if MORE:
+                mean2, scale2 = _norms(sums, squares, image2, first2, below2, right2, apart, CHANNELS, EPS)
+                tl.store(norms + 2 * T + tl.arange(0, MORE), mean2)
+                tl.store(norms + 2 * T + MORE + tl.arange(0, MORE), scale2)
             tl.store(norms + tl.arange(0, T), mean)
-            square = tl.maximum(square / (4 * CHANNELS) - mean * mean, 0.0)
-            tl.store(norms + T + tl.arange(0, T), 1.0 / tl.sqrt(square + EPS))
+            tl.store(norms + T + tl.arange(0, T), scale)
             tl.debug_barrier()
         below, right, first = below * CHANNELS, right * CHANNELS, first * CHANNELS
-        n = part * (N + REST) + tl.arange(0, N)
+        n = part + tl.arange(0, N)
         y = tl.zeros([T, N], tl.float32)
-        if REST:  # 192 outputs are no power of two, and 256 of a kind would be a quarter for nothing
-            m = part * (N + REST) + N + tl.arange(0, REST)
+        if REST:
+            m = part + N + tl.arange(0, REST)
             z = tl.zeros([T, REST], tl.float32)
-        chunks: tl.constexpr = (CHANNELS + K - 1) // K
-        SOME: tl.constexpr = min(64, N)
-        for step in range(steps):
-            token = step // chunks
-            c = (step - token * chunks) * K
-            place = first + (token % 2 * below + token // 2 * right + c)
-            line, real = weight + token * CHANNELS + c, c + k < CHANNELS
-            if WHOLE:
-                line = weight + step * K
-                a = tl.load(x + (place[:, None] + k[None, :]))
-            else:
-                a = tl.load(x + (place[:, None] + k[None, :]), real[None, :], 0.0)
-            y = tl.dot(a, _weights(line, k, n, real, 4 * CHANNELS, D, WHOLE), y)
+        if MORE:
+            below2, right2, first2 = below2 * CHANNELS, right2 * CHANNELS, first2 * CHANNELS
+            y2 = tl.zeros([MORE, N], tl.float32)
             if REST:
-                z = tl.dot(a, _weights(line, k, m, real, 4 * CHANNELS, D, WHOLE), z)
+                z2 = tl.zeros([MORE, REST], tl.float32)
+        for step in range(steps):
+            a = _tokens(x, first, below, right, step, CHANNELS, K, WHOLE)
+            b = _weights(weight, step, n, K, 4 * CHANNELS, D, WHOLE)
+            y = tl.dot(a, b, y)
+            if REST:
+                c = _weights(weight, step, m, K, 4 * CHANNELS, D, WHOLE)
+                z = tl.dot(a, c, z)
+            if MORE:
+                a = _tokens(x, first2, below2, right2, step, CHANNELS, K, WHOLE)
+                y2 = tl.dot(a, b, y2)
+                if REST:
+                    z2 = tl.dot(a, c, z2)
         out += start.to(tl.int64) * D
         if REST:
             _finish(out, z, norms, folded, count - start, m, T, D, NORM)
         _finish(out, y, norms, folded, count - start, n, T, D, NORM)
-        if MOMENTS:  # of what is stored, read again: beside the product there is no room to sum it
-            tl.debug_barrier()
-            i = tl.arange(0, T)
-            total = tl.zeros([T], tl.float32)
-            square, toward = total, total
-            for some in range(0, N + REST, SOME):
-                o = some + tl.arange(0, SOME)
-                t = tl.load(out + (i[:, None] * D + o[None, :]), (i < count - start)[:, None] & (o < D)[None, :], 0.0)
-                t = t.to(tl.float32)
-                total, square = total + tl.sum(t, 1), square + tl.sum(t * t, 1)
-                toward += tl.sum(t * tl.load(wave + o, o < D, 0.0).to(tl.float32)[None, :], 1)
-            moments += start
-            tl.store(moments + i, total, i < count - start)
-            tl.store(moments + count + i, square, i < count - start)
-            tl.store(moments + 2 * count + i, toward, i < count - start)
+        if MORE:
+            if REST:
+                _finish(out + T * D, z2, norms + 2 * T, folded, count - start - T, m, MORE, D, NORM)
+            _finish(out + T * D, y2, norms + 2 * T, folded, count - start - T, n, MORE, D, NORM)
 
 
 @operator("shift_vits::rolled_merge")
@@ -304,38 +331,40 @@ register_autograd("shift_vits::rolled_merge", _backward, setup_context=_remember
 
 
 def _tiles(channels: int, outputs: int) -> dict[str, int]:
-    """How a merged product is cut: T patches by N + REST outputs, K channels at a time."""
+    """How a merged product is cut: T + MORE patches by N + REST outputs, K columns at a time.
+
+    Where outputs take several programs, blocks are as large as registers allow, since every block of patches reads
+    weights again and every block of outputs patches. Swin-T's 128 images are one wave, two and four of 192 x 192.
+    """
     if (channels, outputs) in TILES:
         return TILES[channels, outputs]
     wide, rest = (128, 64) if outputs % 192 == 0 else (max(16, min(256, power(outputs))), 0)
-    k = math.gcd(channels, 32 if rest else 64)  # with 64 of everything, memory beside a processor holds one program
+    more = 64 if rest and outputs > 192 else 0
+    k = math.gcd(channels, 32 if rest and not more else 64)  # with 64, memory beside a processor holds one program
     k = k if k >= 16 else max(16, min(64, power(channels)))
-    return {"T": 128, "N": wide, "REST": rest, "K": k, "num_warps": 8, "num_stages": 5 if rest else 4}
+    return {"T": 128, "MORE": more, "N": wide, "REST": rest, "K": k, "num_warps": 8, "num_stages": 4}
 
 
 @operator("shift_vits::merged_product")
 def merged_product(x: Tensor, offset: Tensor, scaled: Tensor, folded: Tensor | None, sums: Tensor | None,
-                   squares: Tensor | None, wave: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Patches of 2 x 2 tokens, as of ``rolled_merge``, times ``scaled`` (D, 4C) -> (B, H/2, W/2, D), all of x's type;
-    and what ``token_moments`` makes of these with ``wave``, as (3, B, H/2, W/2), or nothing: without it, or with more
-    outputs than one program has.
+                   squares: Tensor | None, eps: float) -> Tensor:  # fmt: skip
+    """Patches of 2 x 2 tokens, as of ``rolled_merge``, times ``scaled`` (D, 4C) -> (B, H/2, W/2, D), all of x's type.
 
     With ``folded``, from ``merging_weights``, patches are normalised, by their tokens' ``sums`` over channels and those
     of their ``squares``, (B, H, W) each, float32.
     """
     offset, (b, h, w, c), d = offset.contiguous(), x.shape, len(scaled)
     count, tiles = b * (h // 2) * (w // 2), _tiles(c, d)
-    wide = tiles["N"] + tiles["REST"]
+    tall, wide = tiles["T"] + tiles["MORE"], tiles["N"] + tiles["REST"]
     parts = -(-d // wide)
-    programs, known = -(-count // tiles["T"]) * parts, wave is not None and parts == 1
+    programs = -(-count // tall) * parts
     out = torch.empty((b, h // 2, w // 2, d), dtype=x.dtype, device=x.device)
-    moments = torch.empty((3 if known else 0, b, h // 2, w // 2), dtype=torch.float32, device=x.device)
-    norms = torch.empty((0 if folded is None else programs, 2, tiles["T"]), dtype=torch.float32, device=x.device)
+    norms = torch.empty((0 if folded is None else programs, 2, tall), dtype=torch.float32, device=x.device)
     if sums is not None and squares is not None and (sums.stride(), (w, 1)) != (squares.stride(), sums.stride()[1:]):
         sums, squares = sums.contiguous(), squares.contiguous()
-    given = [offset if tensor is None else tensor for tensor in (folded, sums, squares, wave)]
-    launch(_merged_product, (programs,), x, offset, scaled, *given, norms, out, moments, h, w, count,
-           4 * -(-c // tiles["K"]), 0 if sums is None else sums.stride(0), CHANNELS=c, D=d, PARTS=parts,
-           NORM=folded is not None, EPS=eps, MOMENTS=known, WHOLE=c % tiles["K"] == 0 and d == parts * wide,
+    given = [offset if tensor is None else tensor for tensor in (folded, sums, squares)]
+    launch(_merged_product, (programs,), x, offset, scaled, *given, norms, out, h, w, count,
+           -(-4 * c // tiles["K"]), 0 if sums is None else sums.stride(0), CHANNELS=c, D=d, PARTS=parts,
+           NORM=folded is not None, EPS=eps, WHOLE=4 * c % tiles["K"] == 0 and d == parts * wide,
            **tiles)  # fmt: skip
-    return out, moments
+    return out

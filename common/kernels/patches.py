@@ -6,8 +6,9 @@ windows, read where they lie, is faster than a convolution and needs no padded o
 - ``packed``: the image in half precision, its channels side by side, for both: eight bytes are a pixel, wherever it is.
 - ``image_windows``: the windows themselves, for a product that is differentiated or taken in float32.
 
-The first two walk through a window in pieces of a few pixels, whose weights ``in_pieces`` puts in the same order; the
-second through windows that hold a kernel at ``all_phases``.
+The first two go down an image row by row of cells, with all weights at hand and the next rows on their way. They read a
+window in bands as high as the stride and a band in pieces of a few pixels, and take along the sums of windows that are
+not complete yet. ``in_pieces`` puts weights in the same order; windows of the second hold a kernel at ``all_phases``.
 """
 
 import torch
@@ -25,9 +26,17 @@ if AVAILABLE:
 __all__ = ["all_phases", "fits_image_phases", "fits_image_tokens", "fits_image_windows", "image_phases", "image_tokens",
            "image_windows", "in_pieces", "packed"]  # fmt: skip
 
-WHOLE = 128  # places of a window that weights are made up to: a multiple of those that are multiplied at once
-TOKENS = {"tiles": 1, "places": 64, "num_warps": 4, "num_stages": 3}  # tiles of 8 x 8 cells in a program
-PHASES = {"tiles": 2, "places": 64, "num_warps": 4, "num_stages": 3}
+PLANES = 64  # places of a window in planes, multiplied at once
+TOKENS = {"places": 64, "bands": 2, "cells": 64, "rows": 19, "many": 28, "settled": 3, "wide": 128, "num_warps": 4,
+          "num_stages": 2, "ahead": 64}  # fmt: skip
+PHASES = {"places": 32, "bands": 3, "cells": 64, "rows": 19, "many": 28, "settled": 2, "wide": 64, "num_warps": 4,
+          "num_stages": 2, "ahead": 64}  # fmt: skip
+"""Places of a window in a packed image, multiplied at once; bands of it at most; cells in a product; rows of them in a
+program that has few sums in registers, or many; how many bands make a program wait for the sums that it takes along:
+where these change places, compilers else let no two products overlap; outputs that take twice the warps; rows that are
+on their way, and outputs that take one more."""
+BATCH = 128  # images whose programs fill a GPU: of fewer, each takes fewer rows
+MEMORY = 200_000  # bytes, of a program
 PACKING = {"pixels": 1024, "num_warps": 4}
 
 
@@ -38,27 +47,68 @@ def fits_image_windows(x: Tensor, size: int, stride: int) -> bool:
 
 
 def fits_image_tokens(x: Tensor, weight: Tensor, stride: int, dtype: torch.dtype) -> bool:
-    """Whether ``image_tokens`` takes these: half precision, at most 256 outputs, no gradient at all."""
-    half = dtype in (torch.bfloat16, torch.float16) or INTERPRETED
-    few = half and len(weight) <= 256 and weight.shape[-1] <= 16
-    return few and not torch.is_grad_enabled() and fits_image_windows(x, weight.shape[-1], stride)
+    """Whether ``image_tokens`` takes these: half precision, at most 256 outputs, no gradient at all. Where windows
+    overlap, of x ``packed``."""
+    size, half = weight.shape[-1], dtype in (torch.bfloat16, torch.float16) or INTERPRETED
+    few = half and len(weight) <= 256 and not torch.is_grad_enabled() and fits_image_windows(x, size, stride)
+    near = size > stride or is_packed(x)
+    return few and _held(len(weight), TOKENS, _pieces(x.shape[1], near, size, stride, TOKENS))
 
 
 def fits_image_phases(x: Tensor, rows: int, size: int, stride: int) -> bool:
     """Whether ``image_phases`` takes a kernel of so many rows (outputs), size x size: 16-128 outputs (phases times
     rows), small windows."""
-    window = size + stride - 1
-    return rows * stride**2 in (16, 32, 64, 128) and window <= 16 and fits_image_windows(x, window, stride)
+    window, outputs = size + stride - 1, rows * stride**2
+    held = _held(outputs, PHASES, _pieces(x.shape[1], True, window, stride, PHASES))
+    return outputs in (16, 32, 64, 128) and window <= 16 and held and fits_image_windows(x, window, stride)
 
 
-def in_pieces(weight: Tensor, x: Tensor) -> Tensor:
-    """Weights (outputs, C, size, size) as (places, outputs) in the order in which windows of x are read: channel by
-    channel or, if it is ``packed``, pixel by pixel, then zero for channels up to a power of two. Zero also beyond a
-    window, up to whole pieces."""
-    if is_packed(x):
-        weight = F.pad(weight, (0, 0, 0, 0, 0, power(x.shape[1]) - x.shape[1])).movedim(1, -1)
-    weight = weight.flatten(1).T
-    return F.pad(weight, (0, 0, 0, -len(weight) % WHOLE)).contiguous()
+def _pieces(channels: int, near: bool, size: int, stride: int, how: dict[str, int]) -> dict[str, int]:
+    """How windows of size x size pixels are read, ``near`` if they are packed. If it takes no more bands than given, in
+    bands of ``stride`` rows: a band is read once for all the windows that it is a part of.
+
+    A piece of a ``packed`` image is some rows of a part of the band, so that all rows of cells have the same columns in
+    it: the next power of two or, where that saves a quarter, half of it and in other pieces a quarter.
+    """
+    c, bands = power(channels), how["bands"]
+    if not near:
+        pieces = -(-(size**2) * channels // PLANES)
+        return {"K": PLANES, "WIDE": 1, "STEPS": 0, "NARROW": 1, "PIECES": pieces, "BAND": size, "BANDS": 1}
+    band, count = (stride, -(-size // stride)) if stride < size <= bands * stride else (size, 1)
+    wide, narrow = power(size), 0
+    if 2 <= size <= 3 * wide // 4:
+        wide, narrow = wide // 2, wide // 4
+    k = max(16, wide * c, min(how["places"], power(band) * wide * c))
+    steps = -(-band * c * wide // k)
+    pieces = steps + -(-band * c * narrow // k)
+    return {"K": k, "WIDE": wide, "STEPS": steps, "NARROW": max(1, narrow), "PIECES": pieces, "BAND": band,
+            "BANDS": count}  # fmt: skip
+
+
+def _held(outputs: int, how: dict[str, int], cut: dict[str, int]) -> bool:
+    """Whether a program can hold all weights, and three times what it reads for one row."""
+    read = how["cells"] * (how["num_stages"] + 1) * (2 if cut["STEPS"] else 4)  # bytes of packed numbers, or in planes
+    return cut["PIECES"] * cut["K"] * (2 * max(16, outputs) * cut["BANDS"] + read) <= MEMORY
+
+
+def in_pieces(weight: Tensor, x: Tensor, stride: int, phases: bool = False) -> Tensor:
+    """Weights (outputs, C, size, size) as (places, outputs) in the order in which windows of x are read by
+    ``image_tokens`` or ``image_phases`` (see ``_pieces``): channel by channel or, if it is ``packed``, pixel by pixel,
+    with zeros for channels up to a power of two. Zeros also beyond a window, up to whole pieces."""
+    size, c = weight.shape[-1], power(x.shape[1])
+    cut = _pieces(x.shape[1], is_packed(x), size, stride, PHASES if phases else TOKENS)
+    if not is_packed(x):
+        weight = weight.flatten(1).T
+        return F.pad(weight, (0, 0, 0, cut["PIECES"] * cut["K"] - len(weight))).contiguous()
+    wide, narrow, band = cut["WIDE"], cut["NARROW"], cut["BAND"]
+    weight = weight.permute(2, 3, 1, 0)
+    weight = F.pad(weight, (0, 0, 0, c - x.shape[1], 0, max(0, wide + narrow - size), 0, cut["BANDS"] * band - size))
+    weight = weight.unflatten(0, (-1, band))  # bands, rows, columns, channels, outputs
+    deep = cut["STEPS"] * cut["K"] // (c * wide), (cut["PIECES"] - cut["STEPS"]) * cut["K"] // (c * narrow)
+    if deep[0] > band or deep[1] > band:
+        weight = F.pad(weight, (0, 0) * 3 + (0, max(deep) - band))
+    parts = weight[:, : deep[0], :wide].flatten(1, 3), weight[:, : deep[1], wide : wide + narrow].flatten(1, 3)
+    return (torch.cat(parts, 1) if deep[1] else parts[0]).flatten(0, 1).contiguous()
 
 
 def all_phases(weight: Tensor, stride: int) -> Tensor:
@@ -124,40 +174,46 @@ if AVAILABLE:
         tl.store(out + image * area * C + (pixel * C)[:, None] + c[None, :], value.to(out.dtype.element_ty), keep)
 
     @triton.jit
-    def _cells(part, rows, across, TILES: tl.constexpr):
-        """Row and column of the cells of a part: squares of 8 x 8, of which a thread knows most before it runs."""
-        m = tl.arange(0, 64 * TILES)
-        tile, wide = part * TILES + m // 64, (across + 7) // 8
-        below = tile // wide
-        return below * 8 + m // 8 % 8, (tile - below * wide) * 8 + m % 8
+    def _cells(part, blocks, rows, across, M: tl.constexpr, ROWS: tl.constexpr):
+        """Columns of the cells of a part, whether they are there, its first row and the one behind its last."""
+        j, first = part % blocks * M + tl.arange(0, M), part // blocks * ROWS
+        return tl.minimum(j, across - 1), j < across, first, tl.minimum(first + ROWS, rows)
 
     @triton.jit
-    def _piece(x, i, j, step, down, right, height, width, sc, sh, SW: tl.constexpr, SIZE: tl.constexpr,
+    def _piece(x, i, j, step: tl.constexpr, down, right, height, width, sc, sh, SW: tl.constexpr, SIZE: tl.constexpr,
                STRIDE: tl.constexpr, PAD: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr,
-               PACKED: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr, K: tl.constexpr):  # fmt: skip
-        """K numbers of the window of each cell, from the step-th K on, of an image that begins at (down, right)."""
-        k = step * K + tl.arange(0, K)
+               PACKED: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+               STEPS: tl.constexpr, NARROW: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
+        """K numbers of the band of each cell in the row i, as ``in_pieces`` has them, of an image that begins at
+        (down, right). Columns are the same in all rows: a compiler takes what depends on them out of a loop."""
+        BEYOND: tl.constexpr = PAD > 0 or SIZE > STRIDE  # windows reach over the sides
+        k = tl.arange(0, K)
         if PACKED:
-            row, column, channel = k // (C * SIZE), k // C % SIZE, k % C
-            keep = (row < SIZE)[None, :]
+            if step < STEPS:
+                row, column = k // (C * WIDE) + step * (K // (C * WIDE)), k // C % WIDE
+            else:
+                row, column = k // (C * NARROW) + (step - STEPS) * (K // (C * NARROW)), k // C % NARROW + WIDE
+            row, column = tl.where(row < BAND, row, BAND - 1), tl.where(column < SIZE, column, SIZE - 1)
+            keep = (k < K)[None, :]  # all: beyond a window weights are zero
         else:
+            k += step * K
             row, column, channel = k // SIZE % SIZE, k % SIZE, k // (SIZE * SIZE)
             keep = (channel < CHANNELS)[None, :]
-        BEYOND: tl.constexpr = PAD > 0 or SIZE > STRIDE  # windows reach over the sides
-        i, j = i * STRIDE - PAD, j * STRIDE - PAD
+        top, left = i * STRIDE - PAD, j * STRIDE - PAD
         if BEYOND and not CIRCULAR:
-            keep = keep & (row[None, :] >= -i[:, None]) & (row[None, :] < (height - i)[:, None])
-            keep = keep & (column[None, :] >= -j[:, None]) & (column[None, :] < (width - j)[:, None])
-        if PLACED or (BEYOND and CIRCULAR):
-            i, j = around(i + down, height), around(j + right, width)
-        place = (i * sh + j * SW)[:, None] + (row * sh + column * SW)[None, :]
-        if PLACED or (BEYOND and CIRCULAR):
-            place -= tl.where(row[None, :] >= (height - i)[:, None], height * sh, 0)
-            place -= tl.where(column[None, :] >= (width - j)[:, None], width * SW, 0)
+            keep = keep & ((row >= -top) & (row < height - top))[None, :]
+            keep = keep & (column[None, :] >= -left[:, None]) & (column[None, :] < (width - left)[:, None])
+        if PLACED or BEYOND:
+            top, left = around(around(top, height) + down, height), around(left + right, width)
+        row, column = row + top, column[None, :] + left[:, None]
+        if PLACED or BEYOND:
+            row, column = tl.where(row < height, row, row - height), tl.where(column < width, column, column - width)
         if PACKED:
-            place = tl.multiple_of(place, (1, C)) + channel[None, :]  # a pixel is read at once
+            place = (row * sh)[None, :] + tl.multiple_of(column * SW, (1, C)) + (k % C)[None, :]  # a pixel at once
         else:
-            place += (channel * sc)[None, :]
+            place = (row * sh + channel * sc)[None, :] + column * SW
+        if PACKED and (CIRCULAR or not BEYOND):
+            return tl.load(x + place)
         return tl.load(x + place, keep, 0.0)
 
     @triton.jit
@@ -166,92 +222,136 @@ if AVAILABLE:
         return tl.load(weights + n, n < OUTPUTS, 0.0).to(tl.float32)[None, :]
 
     @triton.jit
-    def _weights(weights, step, n, K: tl.constexpr, OUTPUTS: tl.constexpr):
-        """Those of the step-th piece for the outputs n, zero beyond the last of them."""
-        place = ((step * K + tl.arange(0, K)) * OUTPUTS)[:, None] + n[None, :]
-        return tl.load(weights + place, (n < OUTPUTS)[None, :], 0.0)
+    def _weights(weights, n, COUNT: tl.constexpr, K: tl.constexpr, OUTPUTS: tl.constexpr):
+        """Those of each piece for the outputs n, zero beyond the last of them."""
+        pieces = ()
+        for step in tl.static_range(COUNT):
+            place = ((step * K + tl.arange(0, K)) * OUTPUTS)[:, None] + n[None, :]
+            piece = tl.load(weights + place, (n < OUTPUTS)[None, :], 0.0)
+            pieces = pieces + (piece,)  # type: ignore[assignment]  # noqa: RUF005
+        return pieces
 
     @triton.jit
-    def _image_tokens(x, offset, weights, bias, gain, shift, wave, out, moments, height, width, parts, sb, sc, sh,
-                      SW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    def _sums(t, u, M: tl.constexpr, N: tl.constexpr, REST: tl.constexpr):
+        """Over all outputs of each cell, first over those that a thread holds."""
+        if REST:
+            t = tl.sum(tl.reshape(t, [M, N // REST, REST]), 1) + u
+        return tl.sum(t, 1)
+
+    @triton.jit
+    def _image_tokens(x, offset, weights, bias, gain, shift, wave, out, moments, height, width, parts, blocks, sb, sc,
+                      sh, SW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
                       CIRCULAR: tl.constexpr, PLACED: tl.constexpr, PACKED: tl.constexpr, CHANNELS: tl.constexpr,
-                      C: tl.constexpr, K: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-                      EPS: tl.constexpr, MOMENTS: tl.constexpr, OUTPUTS: tl.constexpr, N: tl.constexpr,
-                      REST: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-        """Some cells of an image by N + REST outputs: 96 are no power of two, and 128 would be a quarter idle."""
+                      C: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, STEPS: tl.constexpr, NARROW: tl.constexpr,
+                      PIECES: tl.constexpr, BAND: tl.constexpr, BANDS: tl.constexpr, SETTLED: tl.constexpr,
+                      BIAS: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, MOMENTS: tl.constexpr,
+                      OUTPUTS: tl.constexpr, N: tl.constexpr, REST: tl.constexpr, M: tl.constexpr,
+                      ROWS: tl.constexpr):  # fmt: skip
+        """Some rows of cells of an image by N + REST outputs: 96 are no power of two, and 128 would be a quarter idle.
+        A program begins one band early, with that part of its first windows, if they have two."""
         image, rows, across = tl.program_id(0) // parts, height // STRIDE, width // STRIDE
         down, right = _begin(offset, image, PLACED)
-        i, j = _cells(tl.program_id(0) % parts, rows, across, TILES)
-        keep, i, j = (i < rows) & (j < across), tl.minimum(i, rows - 1), tl.minimum(j, across - 1)
-        x, n = x + image.to(tl.int64) * sb, tl.arange(0, N)
-        t = tl.zeros([64 * TILES, N], tl.float32)
-        if BIAS:
-            t = tl.broadcast_to(_vector(bias, n, OUTPUTS), [64 * TILES, N])
+        n, m = tl.arange(0, N), N + tl.arange(0, REST if REST else 1)
+        b = _weights(weights, n, BANDS * PIECES, K, OUTPUTS)
         if REST:
-            m = N + tl.arange(0, REST)
-            u = tl.zeros([64 * TILES, REST], tl.float32)
+            c = _weights(weights, m, BANDS * PIECES, K, OUTPUTS)
+        j, keep, first, last = _cells(tl.program_id(0) % parts, blocks, rows, across, M, ROWS)
+        x, area = x + image.to(tl.int64) * sb, rows * across
+        token = out + image.to(tl.int64) * area * OUTPUTS + (j * OUTPUTS)[:, None]
+        place = moments + image.to(tl.int64) * 3 * area + j
+        if BANDS == 2:  # of the next row, whose first band is this row's second
+            t1, u1 = tl.zeros([M, N], tl.float32), tl.zeros([M, REST if REST else 1], tl.float32)
+        for band in range(first, last + BANDS - 1):
+            i = band - (BANDS - 1)
+            t, u = tl.zeros([M, N], tl.float32), tl.zeros([M, REST if REST else 1], tl.float32)
+            if BANDS == 2:
+                t, u, t1, u1 = t1, u1, t, u
+            for step in tl.static_range(PIECES):
+                a = _piece(x, band, j, step, down, right, height, width, sc, sh, SW, SIZE, STRIDE, PAD, CIRCULAR,
+                           PLACED, PACKED, CHANNELS, C, K, WIDE, STEPS, NARROW,
+                           BAND).to(weights.dtype.element_ty)  # fmt: skip
+                if BANDS == 2:
+                    t1 = tl.dot(a, b[step], t1)
+                    if REST:
+                        u1 = tl.dot(a, c[step], u1)
+                t = tl.dot(a, b[(BANDS - 1) * PIECES + step], t)  # waited for, so last
+                if REST:
+                    u = tl.dot(a, c[(BANDS - 1) * PIECES + step], u)
+            if BANDS >= SETTLED:
+                t1, u1 = t1 + 0.0, u1 + 0.0
             if BIAS:
-                u = tl.broadcast_to(_vector(bias, m, OUTPUTS), [64 * TILES, REST])
-        for step in range(PIECES):
-            b = _weights(weights, step, n, K, OUTPUTS)  # before the windows, which have to wait for the offset
+                t += _vector(bias, n, OUTPUTS)
+                if REST:
+                    u += _vector(bias, m, OUTPUTS)
+            if NORM:
+                mean, square = _sums(t, u, M, N, REST) / OUTPUTS, _sums(t * t, u * u, M, N, REST)
+                scale = (1.0 / tl.sqrt(tl.maximum(square / OUTPUTS - mean * mean, 0.0) + EPS))[:, None]
+                mean = mean[:, None] * scale
+                t = (t * scale - mean) * _vector(gain, n, OUTPUTS) + _vector(shift, n, OUTPUTS)
+                if REST:
+                    u = (u * scale - mean) * _vector(gain, m, OUTPUTS) + _vector(shift, m, OUTPUTS)
+            there = tl.where(i >= first, keep, False)
+            if MOMENTS:
+                toward = _sums(t * _vector(wave, n, OUTPUTS), u * _vector(wave, m, OUTPUTS), M, N, REST)
+                tl.store(place + i * across, _sums(t, u, M, N, REST), there)
+                tl.store(place + i * across + area, _sums(t * t, u * u, M, N, REST), there)
+                tl.store(place + i * across + 2 * area, toward, there)
+            begin = token + i * (across * OUTPUTS)
+            tl.store(begin + n[None, :], t.to(out.dtype.element_ty), there[:, None] & (n < OUTPUTS)[None, :])
             if REST:
-                c = _weights(weights, step, m, K, OUTPUTS)
-            a = _piece(x, i, j, step, down, right, height, width, sc, sh, SW, SIZE, STRIDE, PAD, CIRCULAR, PLACED,
-                       PACKED, CHANNELS, C, K).to(weights.dtype.element_ty)  # fmt: skip
-            t = tl.dot(a, b, t)
-            if REST:
-                u = tl.dot(a, c, u)
-        if NORM:
-            mean, square = tl.sum(t, 1), tl.sum(t * t, 1)
-            if REST:
-                mean, square = mean + tl.sum(u, 1), square + tl.sum(u * u, 1)
-            mean = mean / OUTPUTS
-            scale = (1.0 / tl.sqrt(tl.maximum(square / OUTPUTS - mean * mean, 0.0) + EPS))[:, None]
-            mean = mean[:, None] * scale
-            t = (t * scale - mean) * _vector(gain, n, OUTPUTS) + _vector(shift, n, OUTPUTS)
-            if REST:
-                u = (u * scale - mean) * _vector(gain, m, OUTPUTS) + _vector(shift, m, OUTPUTS)
-        area, cell = rows * across, i * across + j
-        if MOMENTS:
-            total, square, toward = tl.sum(t, 1), tl.sum(t * t, 1), tl.sum(t * _vector(wave, n, OUTPUTS), 1)
-            if REST:
-                total, square = total + tl.sum(u, 1), square + tl.sum(u * u, 1)
-                toward += tl.sum(u * _vector(wave, m, OUTPUTS), 1)
-            place = moments + image.to(tl.int64) * 3 * area + cell
-            tl.store(place, total, keep)
-            tl.store(place + area, square, keep)
-            tl.store(place + 2 * area, toward, keep)
-        token = out + image.to(tl.int64) * area * OUTPUTS + (cell * OUTPUTS)[:, None]
-        tl.store(token + n[None, :], t.to(out.dtype.element_ty), keep[:, None] & (n < OUTPUTS)[None, :])
-        if REST:
-            tl.store(token + m[None, :], u.to(out.dtype.element_ty), keep[:, None] & (m < OUTPUTS)[None, :])
+                tl.store(begin + m[None, :], u.to(out.dtype.element_ty), there[:, None] & (m < OUTPUTS)[None, :])
 
     @triton.jit
-    def _image_phases(x, offset, weights, bias, wave, out, height, width, parts, sb, sc, sh, SW: tl.constexpr,
+    def _image_phases(x, offset, weights, bias, wave, out, height, width, parts, blocks, sb, sc, sh, SW: tl.constexpr,
                       SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, PLACED: tl.constexpr,
                       PACKED: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-                      PIECES: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-        """Some cells of an image: energy and direction of the outputs at each phase, summed."""
+                      WIDE: tl.constexpr, STEPS: tl.constexpr, NARROW: tl.constexpr, PIECES: tl.constexpr,
+                      BAND: tl.constexpr, BANDS: tl.constexpr, SETTLED: tl.constexpr, BIAS: tl.constexpr,
+                      R: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+        """Some rows of cells of an image: energy and direction of the outputs at each phase, summed.
+
+        The bias c is added to the sums: of (t + c)^2 over n cells, c (2 sum t + n c) is due to it."""
         S: tl.constexpr = STRIDE * STRIDE
         image, rows, across = tl.program_id(0) // parts, height // STRIDE, width // STRIDE
         down, right = _begin(offset, image, PLACED)
-        i, j = _cells(tl.program_id(0) % parts, rows, across, TILES)
-        keep, i, j = ((i < rows) & (j < across))[:, None], tl.minimum(i, rows - 1), tl.minimum(j, across - 1)
-        x, n = x + image.to(tl.int64) * sb, tl.arange(0, R * S)
-        t = tl.zeros([64 * TILES, R * S], tl.float32)
+        n = tl.arange(0, R * S)
+        b = _weights(weights, n, BANDS * PIECES, K, R * S)
+        j, keep, first, last = _cells(tl.program_id(0) % parts, blocks, rows, across, M, ROWS)
+        x = x + image.to(tl.int64) * sb
+        energy, total = tl.zeros([M // 2, R * S], tl.float32), tl.zeros([M // 2, R * S], tl.float32)
+        t1, t2 = tl.zeros([M, R * S], tl.float32), tl.zeros([M, R * S], tl.float32)  # of the next rows, so far
+        for band in range(first, last + BANDS - 1):
+            t, t1, t2 = t1, t2, tl.zeros([M, R * S], tl.float32)
+            if BANDS == 2:
+                t1, t2 = t2, t1
+            if BANDS == 1:
+                t, t2 = t2, t
+            for step in tl.static_range(PIECES):
+                a = _piece(x, band, j, step, down, right, height, width, sc, sh, SW, SIZE, STRIDE, PAD, True, PLACED,
+                           PACKED, CHANNELS, C, K, WIDE, STEPS, NARROW, BAND).to(weights.dtype.element_ty)  # fmt: skip
+                if BANDS == 3:
+                    t2 = tl.dot(a, b[step], t2)
+                if BANDS >= 2:
+                    t1 = tl.dot(a, b[(BANDS - 2) * PIECES + step], t1)
+                if (BANDS - 1) * BAND + (
+                    step * (K // (C * WIDE)) if step < STEPS else (step - STEPS) * (K // (C * NARROW))
+                ) < SIZE:  # else all are zero
+                    t = tl.dot(a, b[(BANDS - 1) * PIECES + step], t)  # waited for, so last
+            if BANDS >= SETTLED:
+                t1, t2 = t1 + 0.0, t2 + 0.0
+            t = tl.where(tl.where(band >= first + BANDS - 1, keep, False)[:, None], t, 0.0)  # not what others have
+            energy += tl.reshape(tl.sum(tl.reshape(t * t, [M // 16, 2, 8, R * S]), 1), [M // 2, R * S])
+            total += tl.reshape(tl.sum(tl.reshape(t, [M // 16, 2, 8, R * S]), 1), [M // 2, R * S])
+        energy, total = tl.sum(energy, 0), tl.sum(total, 0)
         if BIAS:
-            t += tl.load(bias + n // S).to(tl.float32)[None, :]
-        for step in range(PIECES):
-            b = _weights(weights, step, n, K, R * S)
-            a = _piece(x, i, j, step, down, right, height, width, sc, sh, SW, SIZE, STRIDE, PAD, True, PLACED, PACKED,
-                       CHANNELS, C, K).to(weights.dtype.element_ty)  # fmt: skip
-            t = tl.dot(a, b, t)
-        toward = t * (tl.load(wave + n // S) * (2.0 / R) ** 0.5)[None, :]
-        energy = tl.where(keep, tl.sum(tl.reshape(t * t, [64 * TILES, R, S]), 1), 0.0)
-        toward = tl.where(keep, tl.sum(tl.reshape(toward, [64 * TILES, R, S]), 1), 0.0)
+            constant = tl.load(bias + n // S).to(tl.float32)
+            added = constant * (tl.sum(keep.to(tl.int32), 0) * (last - first))
+            energy += constant * (2 * total + added)
+            total += added
+        toward = total * (tl.load(wave + n // S) * (2.0 / R) ** 0.5)
         place = out + tl.program_id(0) * 2 * S + tl.arange(0, S)
-        tl.store(place, tl.sum(energy, 0))
-        tl.store(place + S, tl.sum(toward, 0))
+        tl.store(place, tl.sum(tl.reshape(energy, [R, S]), 0))
+        tl.store(place + S, tl.sum(tl.reshape(toward, [R, S]), 0))
 
 
 @operator("shift_vits::image_windows")
@@ -289,16 +389,21 @@ def image_pixels(x: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _reading(x: Tensor, size: int, stride: int, wide: bool, how: dict[str, int]) -> tuple[int, dict[str, int]]:
-    """Programs for an image, and how they read it and their windows; with twice the warps for many outputs."""
-    c, near = x.shape[1], is_packed(x)
-    count = -(-x.shape[2] // (8 * stride)) * -(-x.shape[3] // (8 * stride))
-    tiles, places = min(how["tiles"], power(count)), how["places"]
-    pieces = -(-(size**2) * (power(c) if near else c) // places)
-    return -(-count // tiles), {
-        "SW": x.stride(3), "SIZE": size, "STRIDE": stride, "PACKED": near, "CHANNELS": c, "C": power(c), "K": places,
-        "PIECES": pieces, "TILES": tiles, "num_warps": how["num_warps"] * (2 if wide else 1),
-        "num_stages": how["num_stages"],
+def _reading(x: Tensor, size: int, stride: int, outputs: int, batch: int,
+             how: dict[str, int]) -> tuple[int, int, dict[str, int]]:  # fmt: skip
+    """Programs for an image and for a row of its cells, and how they read it and their windows; with twice the warps
+    for many outputs."""
+    c, rows, across = x.shape[1], x.shape[2] // stride, x.shape[3] // stride
+    cut = _pieces(c, is_packed(x), size, stride, how)
+    m, below = max(16, min(how["cells"], power(across))), how["many" if cut["BANDS"] * outputs > 128 else "rows"]
+    if batch < BATCH:
+        below = max(4, below * batch // BATCH)
+    blocks, parts = -(-across // m), -(-rows // below)
+    return parts * blocks, blocks, {
+        "SW": x.stride(3), "SIZE": size, "STRIDE": stride, "PACKED": is_packed(x), "CHANNELS": c, "C": power(c), **cut,
+        "SETTLED": how["settled"], "M": m, "ROWS": -(-rows // parts),
+        "num_warps": how["num_warps"] * (2 if outputs > how["wide"] else 1),
+        "num_stages": how["num_stages"] + (outputs > how["ahead"] and is_packed(x)),
     }  # fmt: skip
 
 
@@ -319,13 +424,13 @@ def image_tokens(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor
     outputs, rows, across = weights.shape[1], h // stride, w // stride
     out = torch.empty((b, rows, across, outputs), dtype=weights.dtype, device=x.device)
     moments = torch.empty((0 if wave is None else b, 3, rows, across), dtype=torch.float32, device=x.device)
-    parts, constants = _reading(x, size, stride, outputs > 128, TOKENS)
+    parts, blocks, constants = _reading(x, size, stride, outputs, b, TOKENS)
     n = max(16, power(outputs))
     rest = max(16, power(outputs - n // 2)) if n // 2 < outputs else 0
     n, rest = (n // 2, rest) if n // 2 + rest < n else (n, 0)
     given = [x if tensor is None else tensor for tensor in (bias, gain, shift, wave)]
     launch(_image_tokens, (b * parts,), x, x if offset is None else offset, weights, *given, out, moments, h, w, parts,
-           *x.stride()[:3], PAD=padding, CIRCULAR=circular, PLACED=offset is not None, BIAS=bias is not None,
+           blocks, *x.stride()[:3], PAD=padding, CIRCULAR=circular, PLACED=offset is not None, BIAS=bias is not None,
            NORM=gain is not None, EPS=eps, MOMENTS=wave is not None, OUTPUTS=outputs, N=n,
            REST=rest, **constants)  # fmt: skip
     return out, moments
@@ -342,9 +447,9 @@ def image_phases(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor
     """
     b, _, h, w = x.shape
     r = weights.shape[1] // stride**2
-    parts, constants = _reading(x, size, stride, r * stride**2 > 64, PHASES)
+    parts, blocks, constants = _reading(x, size, stride, r * stride**2, BATCH, PHASES)  # the same sums in all batches
     out = torch.empty((b, parts, 2, stride, stride), dtype=torch.float32, device=x.device)
     launch(_image_phases, (b * parts,), x, x if offset is None else offset, weights, wave if bias is None else bias,
-           wave, out, h, w, parts, *x.stride()[:3], PAD=padding, PLACED=offset is not None, BIAS=bias is not None, R=r,
-           **constants)  # fmt: skip
+           wave, out, h, w, parts, blocks, *x.stride()[:3], PAD=padding, PLACED=offset is not None,
+           BIAS=bias is not None, R=r, **constants)  # fmt: skip
     return out

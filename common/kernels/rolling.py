@@ -83,6 +83,8 @@ if AVAILABLE:
     def _rolled_norm(x, offset, gain, bias, out, normed, height, width, stride_b, stride_h, stride_w, EPS: tl.constexpr,
                      BOTH: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr, T: tl.constexpr):  # fmt: skip
         image, h, w, c = _part(height, width, CHANNELS, C, T)
+        g = tl.load(gain + c, c < CHANNELS, 0.0).to(tl.float32)
+        b = tl.load(bias + c, c < CHANNELS, 0.0).to(tl.float32)
         y = around(h + tl.load(offset + 2 * image).to(tl.int32), height)
         z = around(w + tl.load(offset + 2 * image + 1).to(tl.int32), width)
         keep = (w < width)[:, None] & (c < CHANNELS)[None, :]
@@ -94,8 +96,7 @@ if AVAILABLE:
         t = value.to(tl.float32)
         t = tl.where(keep, t - (tl.sum(t, 1) / CHANNELS)[:, None], 0.0)
         t *= (1.0 / tl.sqrt(tl.sum(t * t, 1) / CHANNELS + EPS))[:, None]
-        same = tl.zeros([T], tl.int32)[:, None] + c[None, :]  # read per token: a row for all would wait for all threads
-        t = t * tl.load(gain + same, keep, 0.0).to(tl.float32) + tl.load(bias + same, keep, 0.0).to(tl.float32)
+        t = t * g[None, :] + b[None, :]
         tl.store(normed + target + place, t.to(normed.dtype.element_ty), keep)
 
 
@@ -139,10 +140,10 @@ def rolled_norm(x: Tensor, offset: Tensor, gain: Tensor, bias: Tensor, eps: floa
     normed = torch.empty(x.shape, dtype=dtype, device=x.device)
     out = torch.empty((b if both else 0, height, width, channels), dtype=x.dtype, device=x.device)
     wide = power(channels)
-    tokens = max(1, min(128 * 2 * 16 // x.element_size() // wide, power(width)))  # two vectors of 16 bytes a thread
+    tokens = max(1, min(32 * 4 * 16 // x.element_size() // wide, power(width)))  # four vectors of 16 bytes a thread
     launch(_rolled_norm, (b * height * -(-width // tokens),), x, offset.contiguous(), gain, bias, out, normed, height,
            width, x.stride(0), x.stride(1), x.stride(2), EPS=eps, BOTH=both, CHANNELS=channels, C=wide, T=tokens,
-           num_warps=4)  # fmt: skip
+           num_warps=1)  # fmt: skip
     return out, normed
 
 

@@ -1,13 +1,21 @@
-"""What anchors make of weights: a few fixed combinations of their rows.
+"""What anchors make of weights: a few fixed combinations of their rows, as the kernels that score read them.
 
-In a compiled graph weights are inputs like others, and all this is done in every forward: one launch instead of many.
+In a compiled graph weights are inputs like others, and all this is done in every forward: one launch, or two where a
+sum over all channels must be known first.
 
 - ``sketched``: of any weights and the bias that goes with them.
+- ``convolution_taps``: of those of a convolution.
+- ``depthwise_taps``, ``pooled_taps``: of depthwise convolutions of normalised tokens, without and with a projection
+  before them.
 - ``merging_weights``: of those of a patch merging, with the norm before it; and what ``merged_product`` takes of these.
+
+Taps are (2 C, n) with ``once``, for ``token_scores``: see ``in_one_pass``. Else they are (n, C), a tap being a row, a
+column and an output, with zeros up to a multiple of eight.
 """
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .base import AVAILABLE, launch, operator, power, usable
 
@@ -15,18 +23,61 @@ if AVAILABLE:
     import triton
     import triton.language as tl
 
-__all__ = ["fits_sketch", "merging_weights", "sketched"]
+__all__ = ["convolution_taps", "depthwise_taps", "fits_sketch", "merging_weights", "pooled_taps", "sketched"]
 
-COLUMNS = 8  # of weights that one program mixes: 32 bytes of each row
+COLUMNS, POOLED = 8, 16  # of weights that one program mixes: 32 bytes of each row, or 64
+CHANNELS = 64  # that a warp normalises
 
 
-def fits_sketch(mixing: Tensor, weight: Tensor) -> bool:
-    """Whether ``sketched`` and ``merging_weights`` take these: at most 2048 rows, of at most float32."""
-    single = weight.dtype != torch.float64 and mixing.dtype != torch.float64
-    return usable(weight) and single and len(weight) <= 2048 and weight.is_contiguous() and mixing.stride(1) == 1
+def fits_sketch(mixing: Tensor | None, *weights: Tensor) -> bool:
+    """Whether the functions here take these: at most 2048 rows mixed, contiguous, of at most float32, not sharded."""
+    if mixing is None or mixing.stride(1) != 1 or mixing.shape[1] > 2048:
+        return False
+    single = all(t.dtype != torch.float64 and not isinstance(t, DTensor) for t in (mixing, *weights))
+    return usable(weights[0]) and single and all(weight.is_contiguous() for weight in weights)
+
+
+def _new_taps(like: Tensor, r: int, channels: int, side: int, dtype: torch.dtype, once: bool) -> Tensor:
+    rows = -(-r * side * side // 8) * 8
+    return torch.empty((2 * channels, 32 if side == 2 else 64) if once else (rows, channels), dtype=dtype,
+                       device=like.device)  # fmt: skip
 
 
 if AVAILABLE:
+
+    @triton.jit
+    def _place(r, row, column, c, CHANNELS: tl.constexpr, COUNT: tl.constexpr, SIDE: tl.constexpr):
+        """Where in taps (row, column, output, channel) a weight lies."""
+        return ((row * SIDE + column) * COUNT + r) * CHANNELS + c
+
+    @triton.jit
+    def _of_pair(token, r, row, position, c, CHANNELS: tl.constexpr, SIDE: tl.constexpr):
+        """Where in taps (token of a pair, channel, row, position, output) a weight lies. Column j of a kernel is of the
+        first token for position j + 4 - SIDE, and of the second for the position before."""
+        ROWS: tl.constexpr = 2 if SIDE == 2 else 4
+        return ((token * CHANNELS + c) * ROWS + row) * 16 + position * 4 + r
+
+    @triton.jit
+    def _store(taps, value, r, row, column, c, keep, CHANNELS: tl.constexpr, COUNT: tl.constexpr, SIDE: tl.constexpr,
+               ONCE: tl.constexpr):  # fmt: skip
+        """Store weights of one output, and zeros in places that are none's, of which each has a few to care for."""
+        tap, value = row * SIDE + column, value.to(taps.dtype.element_ty)
+        none = tl.zeros_like(value)
+        if ONCE:
+            position = column + (4 - SIDE)
+            tl.store(taps + _of_pair(0, r, row, position, c, CHANNELS, SIDE), value, keep)
+            tl.store(taps + _of_pair(1, r, row, position - 1, c, CHANNELS, SIDE), value, keep)
+            if SIDE == 2:
+                tl.store(taps + _of_pair(0, r, row, column, c, CHANNELS, SIDE), none, keep)
+                tl.store(taps + _of_pair(1, r, row, 3 * column, c, CHANNELS, SIDE), none, keep)
+            else:
+                end = column // 2  # the first position of a row, or the last
+                tl.store(taps + _of_pair(end, r, row, 3 * end, c, CHANNELS, SIDE), none, keep & (column != 1))
+                tl.store(taps + _of_pair(tap // 4, r, 3, tap % 4, c, CHANNELS, SIDE), none, keep & (tap < 8))
+        else:
+            tl.store(taps + _place(r, row, column, c, CHANNELS, COUNT, SIDE), value, keep)
+            if SIDE == 3 and COUNT == 4:  # a tenth tap
+                tl.store(taps + _place(r, 3, 0, c, CHANNELS, COUNT, SIDE), none, keep & (tap == 0))
 
     @triton.jit
     def _four(mixing, r, d, ms, COUNT: tl.constexpr, D: tl.constexpr):
@@ -39,46 +90,112 @@ if AVAILABLE:
         return m0, m1, m2, m3
 
     @triton.jit
-    def _sketch(out, m, w, r, j, columns, COUNT: tl.constexpr):
-        tl.store(out + r * columns + j, tl.sum(m[:, None] * w, 0), j < tl.where(r < COUNT, columns, 0))
+    def _sketch(out, constant, m, w, r, tap, j, WIDTH: tl.constexpr, COUNT: tl.constexpr, LAST: tl.constexpr,
+                TAPS: tl.constexpr, SIDE: tl.constexpr, ONCE: tl.constexpr):  # fmt: skip
+        mixed, keep = tl.sum(m[:, None] * w, 0), j < tl.where(r < COUNT, WIDTH, 0)
+        if SIDE:
+            c, at = j // (SIDE * SIDE), j % (SIDE * SIDE)
+            _store(out, mixed, r, at // SIDE, at % SIDE, c, keep, WIDTH // (SIDE * SIDE), COUNT, SIDE, ONCE)
+        else:
+            tl.store(out + (r * TAPS + tap) * WIDTH + j, mixed, keep)
+        if LAST:
+            tl.store(constant + (r * TAPS + tap + j - WIDTH), mixed, j == tl.where(r < COUNT, WIDTH, -1))
 
     @triton.jit
-    def _sketched(mixing, weight, bias, out, ms, columns, BIAS: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr,
-                  ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
-        """Four combinations of all rows of J columns, which are read at once; bias is one more column."""
-        block, r, d = tl.program_id(0), tl.program_id(1) * 4, tl.arange(0, ROWS)
-        j = block * J + tl.arange(0, J)
+    def _sketched(mixing, weight, bias, p0, p1, p2, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
+                  COUNT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, TAPS: tl.constexpr, DIM: tl.constexpr,
+                  HEAD: tl.constexpr, SIDE: tl.constexpr, ONCE: tl.constexpr, ROWS: tl.constexpr,
+                  J: tl.constexpr):  # fmt: skip
+        """Four combinations of all rows of J columns, which are read at once; with LAST there is one more column, bias
+        or zero. With TAPS > 1 rows are pooled first: this is one tap of that, DIM rows to a pooling, HEAD to a head."""
+        block, tap, d = tl.program_id(0), tl.program_id(1) % TAPS, tl.arange(0, ROWS)
+        r, j = tl.program_id(1) // TAPS * 4, block * J + tl.arange(0, J)
         if BIAS:
-            last = tl.load(bias + d, d < tl.where(block == columns // J, D, 0), 0.0).to(tl.float32)
-        keep = (d < D)[:, None] & (j < columns)[None, :]
-        w = tl.load(weight + d[:, None] * columns + j[None, :], keep, 0.0).to(tl.float32)
+            last = tl.load(bias + d, d < tl.where(block == WIDTH // J, D, 0), 0.0).to(tl.float32)
+        keep = (d < D)[:, None] & (j < WIDTH)[None, :]
+        w = tl.load(weight + d[:, None] * WIDTH + j[None, :], keep, 0.0).to(tl.float32)
         m0, m1, m2, m3 = _four(mixing, r, d, ms, COUNT, D)
+        if TAPS > 1:
+            at = d % DIM % HEAD * TAPS + tap
+            p = tl.load(p0 + at, d < DIM, 0.0).to(tl.float32)
+            if D > DIM:
+                p += tl.load(p1 + at, (d >= DIM) & (d < 2 * DIM), 0.0).to(tl.float32)
+            if D > 2 * DIM:
+                p += tl.load(p2 + at, (d >= 2 * DIM) & (d < D), 0.0).to(tl.float32)
+            m0, m1, m2, m3 = m0 * p, m1 * p, m2 * p, m3 * p
         if BIAS:
-            w = tl.where((j == columns)[None, :], last[:, None], w)
-            columns += 1
-        _sketch(out, m0, w, r, j, columns, COUNT)
-        _sketch(out, m1, w, r + 1, j, columns, COUNT)
-        _sketch(out, m2, w, r + 2, j, columns, COUNT)
-        _sketch(out, m3, w, r + 3, j, columns, COUNT)
+            w = tl.where((j == WIDTH)[None, :], last[:, None], w)
+        _sketch(out, constant, m0, w, r, tap, j, WIDTH, COUNT, LAST, TAPS, SIDE, ONCE)
+        _sketch(out, constant, m1, w, r + 1, tap, j, WIDTH, COUNT, LAST, TAPS, SIDE, ONCE)
+        _sketch(out, constant, m2, w, r + 2, tap, j, WIDTH, COUNT, LAST, TAPS, SIDE, ONCE)
+        _sketch(out, constant, m3, w, r + 3, tap, j, WIDTH, COUNT, LAST, TAPS, SIDE, ONCE)
+
+    @triton.jit
+    def _normed_taps(mixing, first, second, bias, gain, shift, taps, constant, ms, MIXED: tl.constexpr,
+                     CHANNELS: tl.constexpr, COUNT: tl.constexpr, ONCE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+        """Four outputs of a 3 x 3 kernel at one of 4 x 4 places, times gain, less its mean; the last COUNT programs add
+        up what shift adds to an output. The kernel is (r, 3, 3, C), its bias (r, 3, 3); or it is MIXED of two depthwise
+        ones (C, 3, 3), without a bias."""
+        GROUPS: tl.constexpr = (COUNT + 3) // 4
+        program, c = tl.program_id(0), tl.arange(0, C)
+        real = c < CHANNELS
+        if program < 16 * GROUPS:
+            r, row, column = program // 16 * 4 + tl.arange(0, 4), program % 16 // 4, program % 4
+            tap, inside = row * 3 + column, (row < 3) & (column < 3)
+            scale = tl.load(gain + c, real, 0.0).to(tl.float32)
+            keep = real[:, None] & (r < tl.where(inside, COUNT, 0))[None, :]
+            if MIXED:
+                m, at = mixing + (r * ms)[None, :] + c[:, None], (c * 9 + tap)[:, None] + (r * 0)[None, :]
+                a = tl.load(first + at, keep, 0.0).to(tl.float32) * tl.load(m, keep, 0.0).to(tl.float32)
+                a += tl.load(second + at, keep, 0.0).to(tl.float32) * tl.load(m + CHANNELS, keep, 0.0).to(tl.float32)
+            else:
+                a = tl.load(first + ((r * 9 + tap) * CHANNELS)[None, :] + c[:, None], keep, 0.0)
+            a *= scale[:, None]
+            a = tl.where(keep, a - (tl.sum(a, 0) / CHANNELS)[None, :], 0.0)
+            a, n, i, keep = a.to(taps.dtype.element_ty), r[None, :], c[:, None], real[:, None] & (r < COUNT)[None, :]
+            if ONCE:  # zeros are stored, too
+                position = tl.where(inside, column + 1, tl.where(row < 3, 0, column))
+                tl.store(taps + _of_pair(0, n, row, position, i, CHANNELS, 3), a, keep)
+                tl.store(taps + _of_pair(1, n, row, column, i, CHANNELS, 3), a, keep)
+            else:
+                used = inside | ((COUNT == 4) & (row == 3) & (column == 0))
+                keep = real[:, None] & (r < tl.where(used, COUNT, 0))[None, :]
+                tl.store(taps + _place(n, row, column, i, CHANNELS, COUNT, 3), a, keep)
+        else:
+            o, t, add = program - 16 * GROUPS, tl.arange(0, 16), tl.load(shift + c, real, 0.0).to(tl.float32)
+            total, other = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+            if MIXED:
+                m0 = tl.load(mixing + o * ms + c, real, 0.0).to(tl.float32)
+                m1 = tl.load(mixing + o * ms + CHANNELS + c, real, 0.0).to(tl.float32)
+                for i in tl.static_range(9):
+                    total += tl.load(first + c * 9 + i, real, 0.0).to(tl.float32)
+                    other += tl.load(second + c * 9 + i, real, 0.0).to(tl.float32)
+                tl.store(constant + o, tl.sum((total * m0 + other * m1) * add, 0))
+            else:
+                last = tl.load(bias + o * 9 + t, t < 9, 0.0)
+                for i in tl.static_range(9):
+                    total += tl.load(first + (o * 9 + i) * CHANNELS + c, real, 0.0)
+                tl.store(constant + o, tl.sum(total * add, 0) + tl.sum(last, 0))
 
     @triton.jit
     def _tap(taps, parts, m, w, scale, shift, r, j, block, WIDTH: tl.constexpr, COUNT: tl.constexpr,
-             NORM: tl.constexpr):  # fmt: skip
+             NORM: tl.constexpr, ONCE: tl.constexpr):  # fmt: skip
         """One combination of J columns, and what it adds to the sums over all."""
-        token = j // (WIDTH // 4)  # of a patch, as (column, row); taps are (row, column)
-        place = ((token % 2 * 2 + token // 2) * COUNT + r) * (WIDTH // 4) + j % (WIDTH // 4)
+        token = j // (WIDTH // 4)  # of a patch, as (column, row)
         mixed = tl.sum(m[:, None] * w, 0)
         if NORM:
             parts += block * (2 * COUNT) + r
             tl.store(parts + COUNT, tl.sum(mixed * shift, 0), r < COUNT)
             mixed *= scale
             tl.store(parts, tl.sum(mixed, 0), r < COUNT)
-        tl.store(taps + place, mixed.to(taps.dtype.element_ty), j < tl.where(r < COUNT, WIDTH, 0))
+        _store(taps, mixed, r, token % 2, token // 2, j % (WIDTH // 4), j < tl.where(r < COUNT, WIDTH, 0), WIDTH // 4,
+               COUNT, 2, ONCE)  # fmt: skip
 
     @triton.jit
     def _merging_weights(mixing, weight, gain, bias, taps, parts, scaled, folded, ms, BLOCKS: tl.constexpr,
                          WIDTH: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr,
-                         BIAS: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):  # fmt: skip
+                         BIAS: tl.constexpr, ONCE: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr,
+                         K: tl.constexpr):  # fmt: skip
         """The first programs make four combinations of all rows of J columns, which are read at once, of ``BLOCKS`` of
         these; the others scale a row each.
 
@@ -96,10 +213,10 @@ if AVAILABLE:
             keep = (d < D)[:, None] & (j < WIDTH)[None, :]
             w = tl.load(weight + d[:, None] * WIDTH + j[None, :], keep, 0.0).to(tl.float32)
             m0, m1, m2, m3 = _four(mixing, r, d, ms, COUNT, D)
-            _tap(taps, parts, m0, w, scale, shift, r, j, block, WIDTH, COUNT, NORM)
-            _tap(taps, parts, m1, w, scale, shift, r + 1, j, block, WIDTH, COUNT, NORM)
-            _tap(taps, parts, m2, w, scale, shift, r + 2, j, block, WIDTH, COUNT, NORM)
-            _tap(taps, parts, m3, w, scale, shift, r + 3, j, block, WIDTH, COUNT, NORM)
+            _tap(taps, parts, m0, w, scale, shift, r, j, block, WIDTH, COUNT, NORM, ONCE)
+            _tap(taps, parts, m1, w, scale, shift, r + 1, j, block, WIDTH, COUNT, NORM, ONCE)
+            _tap(taps, parts, m2, w, scale, shift, r + 2, j, block, WIDTH, COUNT, NORM, ONCE)
+            _tap(taps, parts, m3, w, scale, shift, r + 3, j, block, WIDTH, COUNT, NORM, ONCE)
         else:
             n, k = program - BLOCKS * GROUPS, tl.arange(0, K)
             row = tl.load(weight + n * WIDTH + k, k < WIDTH, 0.0).to(tl.float32)
@@ -112,41 +229,98 @@ if AVAILABLE:
                 tl.store(folded + n, tl.sum(row.to(tl.float32), 0))
 
 
+def _sketch_warps(rows: int, columns: int = COLUMNS) -> int:
+    return max(2, min(8, rows * columns // 1024))
+
+
 @operator("shift_vits::sketched")
-def sketched(mixing: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Combinations ``mixing`` (r, D) of rows of weights (D, n) and, as one more column, of ``bias`` (D,), in float32:
-    (r, n) or (r, n + 1)."""
+def sketched(mixing: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Combinations ``mixing`` (r, D) of rows of weights (D, n), and of ``bias`` (D,), in float32: (r, n), and (r,) or
+    nothing."""
     r, (d, n) = len(mixing), weight.shape
-    out = torch.empty((r, n + (bias is not None)), dtype=torch.float32, device=weight.device)
-    rows = power(d)
-    launch(_sketched, (-(-out.shape[1] // COLUMNS), -(-r // 4)), mixing, weight, weight if bias is None else bias, out,
-           mixing.stride(0), n, BIAS=bias is not None, D=d, COUNT=r, ROWS=rows, J=COLUMNS,
-           num_warps=max(2, min(8, rows * COLUMNS // 1024)))  # fmt: skip
-    return out
+    out = torch.empty((r, n), dtype=torch.float32, device=weight.device)
+    constant = torch.empty((0 if bias is None else r,), dtype=torch.float32, device=weight.device)
+    last, rows = bias is not None, power(d)
+    given = [weight if bias is None else bias, weight, weight, weight]
+    launch(_sketched, (-(-(n + last) // COLUMNS), -(-r // 4)), mixing, weight, *given, out, constant, mixing.stride(0),
+           WIDTH=n, D=d, COUNT=r, BIAS=last, LAST=last, TAPS=1, DIM=d, HEAD=d, SIDE=0, ONCE=False, ROWS=rows,
+           J=COLUMNS, num_warps=_sketch_warps(rows))  # fmt: skip
+    return out, constant
+
+
+@operator("shift_vits::convolution_taps")
+def convolution_taps(mixing: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype,
+                     once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Combinations ``mixing`` (r, D) of a convolution's weights (D, C, k, k), as taps of type ``dtype``, and of its
+    bias (D,), or zeros: (r,), float32."""
+    r, (d, c, side, _) = len(mixing), weight.shape
+    taps, constant = _new_taps(weight, r, c, side, dtype, once), weight.new_empty(r, dtype=torch.float32)
+    n, rows = c * side * side, power(d)
+    given = [weight if bias is None else bias, weight, weight, weight]
+    launch(_sketched, (n // COLUMNS + 1, -(-r // 4)), mixing, weight, *given, taps, constant, mixing.stride(0), WIDTH=n,
+           D=d, COUNT=r, BIAS=bias is not None, LAST=True, TAPS=1, DIM=d, HEAD=d, SIDE=side, ONCE=once,
+           ROWS=rows, J=COLUMNS, num_warps=_sketch_warps(rows))  # fmt: skip
+    return taps, constant
+
+
+@operator("shift_vits::depthwise_taps")
+def depthwise_taps(mixing: Tensor, first: Tensor, second: Tensor, gain: Tensor, shift: Tensor, dtype: torch.dtype,
+                   once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Combinations ``mixing`` (r, 2C) of two depthwise convolutions (C, 1, 3, 3) that follow a norm of tokens with
+    ``gain`` and ``shift``: taps of type ``dtype``, and what is added to the sum of all, (r,), float32."""
+    r, c = len(mixing), len(first)
+    taps, constant = _new_taps(first, r, c, 3, dtype, once), first.new_empty(r, dtype=torch.float32)
+    _normalise(mixing, first, second, first, gain, shift, taps, constant, mixing.stride(0), True, once)
+    return taps, constant
+
+
+@operator("shift_vits::pooled_taps")
+def pooled_taps(mixing: Tensor, weight: Tensor, bias: Tensor, pools: list[Tensor], gain: Tensor, shift: Tensor,
+                dtype: torch.dtype, once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Combinations ``mixing`` (r, D) of a projection's outputs, weight (D, C) and bias (D,), each head of which is
+    pooled by one to three depthwise convolutions (d, 1, 3, 3), one after another; with a norm before, as
+    ``depthwise_taps``."""
+    r, (d, c), rows = len(mixing), weight.shape, power(len(weight))
+    mixed, added = (torch.empty(shape, dtype=torch.float32, device=weight.device) for shape in ((r, 9, c), (r, 9)))
+    given = [pools[min(i, len(pools) - 1)] for i in range(3)]
+    launch(_sketched, (c // POOLED + 1, -(-r // 4) * 9), mixing, weight, bias, *given, mixed, added, mixing.stride(0),
+           WIDTH=c, D=d, COUNT=r, BIAS=True, LAST=True, TAPS=9, DIM=d // len(pools), HEAD=len(pools[0]), SIDE=0,
+           ONCE=False, ROWS=rows, J=POOLED, num_warps=_sketch_warps(rows, POOLED))  # fmt: skip
+    taps, constant = _new_taps(weight, r, c, 3, dtype, once), weight.new_empty(r, dtype=torch.float32)
+    _normalise(mixed, mixed, mixed, added, gain, shift, taps, constant, 0, False, once)
+    return taps, constant
+
+
+def _normalise(mixing: Tensor, first: Tensor, second: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, taps: Tensor,
+               constant: Tensor, stride: int, mixed: bool, once: bool) -> None:  # fmt: skip
+    r, c = len(constant), len(gain)
+    wide = power(c)
+    launch(_normed_taps, (-(-r // 4) * 16 + r,), mixing, first, second, bias, gain, shift, taps, constant, stride,
+           MIXED=mixed, CHANNELS=c, COUNT=r, ONCE=once, C=wide,
+           num_warps=max(4, min(16, wide // CHANNELS)))  # fmt: skip
 
 
 @operator("shift_vits::merging_weights")
 def merging_weights(weight: Tensor, mixing: Tensor | None, gain: Tensor | None, bias: Tensor | None,
-                    dtype: torch.dtype,
-                    scale: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+                    dtype: torch.dtype, scale: torch.dtype | None,
+                    once: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What an anchor and ``merged_product`` need of weights (D, 4C) that follow a norm with ``gain`` and ``bias``.
 
-    - of the rows' combinations ``mixing`` (r, D), or none: taps (row, column, r, C) of type ``dtype``, times gain; and
-      partial sums (parts, 2, r) of these over all columns, before they are rounded, and of their products with bias,
-      without gain;
+    - of the rows' combinations ``mixing`` (r, D), or none: taps of type ``dtype``, times gain; and partial sums
+      (parts, 2, r) of these over all columns, before they are rounded, and of their products with bias, without gain;
     - the weights times gain (D, 4C), of type ``scale``, or none; and their sums over columns, as rounded, so that what
       is taken off for a mean is what it adds, and their products with bias: (2, D).
     """
     (d, wide), r = weight.shape, 0 if mixing is None else len(mixing)
     blocks = -(-wide // COLUMNS) if r else 0
     rows, lines = power(d), 0 if scale is None else d
-    taps = torch.empty((2, 2, r, wide // 4), dtype=dtype, device=weight.device)
+    taps = _new_taps(weight, r, wide // 4, 2, dtype, once)
     scaled = torch.empty((lines, wide), dtype=scale or dtype, device=weight.device)
     parts = torch.empty((0 if gain is None else blocks, 2, r), dtype=torch.float32, device=weight.device)
     folded = torch.empty((2, 0 if gain is None else lines), dtype=torch.float32, device=weight.device)
     given = [weight if tensor is None else tensor for tensor in (gain, bias)]
     launch(_merging_weights, (blocks * -(-r // 4) + lines,), weight if mixing is None else mixing, weight, *given,
            taps, parts, scaled, folded, 0 if mixing is None else mixing.stride(0), BLOCKS=blocks, WIDTH=wide, D=d,
-           COUNT=r, NORM=gain is not None, BIAS=bias is not None, ROWS=rows, J=COLUMNS, K=power(wide),
-           num_warps=max(2, min(8, rows * COLUMNS // 1024)))  # fmt: skip
+           COUNT=r, NORM=gain is not None, BIAS=bias is not None, ONCE=once, ROWS=rows, J=COLUMNS,
+           K=power(wide), num_warps=_sketch_warps(rows))  # fmt: skip
     return taps, parts, scaled, folded

@@ -13,7 +13,11 @@ if AVAILABLE:
     import triton
     import triton.language as tl
 
+    from .base import around
+
 __all__ = ["fits_window_kernel", "window_attention"]
+
+GROUP, PROGRAMS = 3, 1024  # heads that a program takes one after another, where so many programs are left
 
 
 def fits_window_kernel(qkv: Tensor, window: tuple[int, int]) -> bool:
@@ -27,18 +31,19 @@ def fits_window_kernel(qkv: Tensor, window: tuple[int, int]) -> bool:
 if AVAILABLE:
 
     @triton.jit
-    def _window_rows(index, t, top, left, height, width, WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr,
-                     SW: tl.constexpr):  # fmt: skip
+    def _window_rows(index, t, top, left, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WH: tl.constexpr,
+                     WW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr):  # fmt: skip
         """Tokens t of window ``index`` of a batch, whose images begin at ``top`` and ``left``: their rows in the image,
         and a number per region of the mask."""
-        across = width // WW
-        windows = (height // WH) * across
+        across = WIDTH // WW
+        windows = (HEIGHT // WH) * across
         image, window = index // windows, index % windows
         h = (window // across) * WH + t // WW  # places in the image rolled by the shift
         w = (window % across) * WW + t % WW
-        row = image.to(tl.int64) * height * width + ((h + SH + top) % height) * width + (w + SW + left) % width
-        band_h = (h >= height - WH).to(tl.int32) + (h >= height - SH).to(tl.int32)
-        band_w = (w >= width - WW).to(tl.int32) + (w >= width - SW).to(tl.int32)
+        y, z = around(around(h + SH, HEIGHT) + top, HEIGHT), around(around(w + SW, WIDTH) + left, WIDTH)
+        row = image.to(tl.int64) * (HEIGHT * WIDTH) + (y * WIDTH + z)
+        band_h = (h >= HEIGHT - WH).to(tl.int32) + (h >= HEIGHT - SH).to(tl.int32)
+        band_w = (w >= WIDTH - WW).to(tl.int32) + (w >= WIDTH - SW).to(tl.int32)
         return row, 3 * band_h + band_w
 
     @triton.jit
@@ -59,34 +64,39 @@ if AVAILABLE:
         return p / tl.sum(p, 1)[:, None], cosine
 
     @triton.jit
-    def _attention_forward(qkv, bias, scale, origin, out, height, width, HEADS: tl.constexpr, D: tl.constexpr,
-                           WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
-                           MASKED: tl.constexpr, COSINE: tl.constexpr, PLACED: tl.constexpr,
-                           T: tl.constexpr):  # fmt: skip
+    def _attention_forward(qkv, bias, scale, origin, out, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+                           HEADS: tl.constexpr, D: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr,
+                           SW: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr, PLACED: tl.constexpr,
+                           T: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+        """A window, and some of its heads: where its tokens are is found once for all."""
         N: tl.constexpr = WH * WW
-        head, t, d = tl.program_id(1), tl.arange(0, T), tl.arange(0, D)
+        t, d = tl.arange(0, T), tl.arange(0, D)
         top, left = 0, 0
         if PLACED:  # read here: of what a function reads, a compiler would think that the kernel may write to it
-            image = tl.program_id(0) // ((height // WH) * (width // WW))
+            image = tl.program_id(0) // ((HEIGHT // WH) * (WIDTH // WW))
             top, left = tl.load(origin + 2 * image).to(tl.int32), tl.load(origin + 2 * image + 1).to(tl.int32)
-        row, region = _window_rows(tl.program_id(0), t, top, left, height, width, WH, WW, SH, SW)
+        row, region = _window_rows(tl.program_id(0), t, top, left, HEIGHT, WIDTH, WH, WW, SH, SW)
         keep = (t < N)[:, None]
-        place = qkv + row[:, None] * (3 * HEADS * D) + head * D + d[None, :]
-        q, k, v = (tl.load(place, keep, 0.0), tl.load(place + HEADS * D, keep, 0.0),
-                   tl.load(place + 2 * HEADS * D, keep, 0.0))  # fmt: skip
-        if COSINE:
-            q = _unit(q.to(tl.float32))[0].to(v.dtype)
-            k = _unit(k.to(tl.float32))[0].to(v.dtype)
-        b = tl.load(bias + head * N * N + t[:, None] * N + t[None, :], keep & (t < N)[None, :], 0.0)
-        factor = tl.load(scale + head) if COSINE else D**-0.5
-        p, _ = _weights(q, k, b, factor, region, t, N, MASKED)
-        o = tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        tl.store(out + row[:, None] * (HEADS * D) + head * D + d[None, :], o.to(v.dtype), keep)
+        first = qkv + row[:, None] * (3 * HEADS * D) + d[None, :]
+        target = out + row[:, None] * (HEADS * D) + d[None, :]
+        for head in range(tl.program_id(1) * GROUP, tl.program_id(1) * GROUP + GROUP):
+            place = first + head * D
+            q, k, v = (tl.load(place, keep, 0.0), tl.load(place + HEADS * D, keep, 0.0),
+                       tl.load(place + 2 * HEADS * D, keep, 0.0))  # fmt: skip
+            if COSINE:
+                q = _unit(q.to(tl.float32))[0].to(v.dtype)
+                k = _unit(k.to(tl.float32))[0].to(v.dtype)
+            b = tl.load(bias + head * N * N + t[:, None] * N + t[None, :], keep & (t < N)[None, :], 0.0)
+            factor = tl.load(scale + head) if COSINE else D**-0.5
+            p, _ = _weights(q, k, b, factor, region, t, N, MASKED)
+            o = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            tl.store(target + head * D, o.to(v.dtype), keep)
 
     @triton.jit
-    def _attention_backward(qkv, bias, scale, origin, grad, grad_qkv, grad_bias, grad_scale, height, width, count,
-                            HEADS: tl.constexpr, D: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr,
-                            SW: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr, PLACED: tl.constexpr,
+    def _attention_backward(qkv, bias, scale, origin, grad, grad_qkv, grad_bias, grad_scale, count,
+                            HEIGHT: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+                            WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+                            MASKED: tl.constexpr, COSINE: tl.constexpr, PLACED: tl.constexpr,
                             T: tl.constexpr):  # fmt: skip
         N: tl.constexpr = WH * WW
         part, head, t, d = tl.program_id(0), tl.program_id(1), tl.arange(0, T), tl.arange(0, D)
@@ -99,9 +109,9 @@ if AVAILABLE:
         for index in range(part, count, tl.num_programs(0)):  # many windows, one sum: no atomics, the same bits always
             top, left = 0, 0
             if PLACED:
-                image = index // ((height // WH) * (width // WW))
+                image = index // ((HEIGHT // WH) * (WIDTH // WW))
                 top, left = tl.load(origin + 2 * image).to(tl.int32), tl.load(origin + 2 * image + 1).to(tl.int32)
-            row, region = _window_rows(index, t, top, left, height, width, WH, WW, SH, SW)
+            row, region = _window_rows(index, t, top, left, HEIGHT, WIDTH, WH, WW, SH, SW)
             place = row[:, None] * (3 * HEADS * D) + head * D + d[None, :]
             q, k, v = (tl.load(qkv + place, keep, 0.0), tl.load(qkv + place + HEADS * D, keep, 0.0),
                        tl.load(qkv + place + 2 * HEADS * D, keep, 0.0))  # fmt: skip
@@ -140,13 +150,15 @@ def window_attention(qkv: Tensor, bias: Tensor, scale: Tensor | None, origin: Te
     window there. ``masked`` keeps apart what meets only across the border.
 
     Shapes: qkv (B, H, W, 3, heads, d), bias (heads, n, n) and scale (heads,) in float32, origin (B, 2), whole numbers
-    from 0 on -> (B, H, W, heads d).
+    in [0, side) -> (B, H, W, heads d).
     """
     b, h, w, _, heads, d = qkv.shape
     out = torch.empty((b, h, w, heads * d), dtype=qkv.dtype, device=qkv.device)
-    launch(_attention_forward, (b * (h // window[0]) * (w // window[1]), heads), qkv, bias,
-            bias if scale is None else scale, bias if origin is None else origin, out, h, w,
-            **_constants(qkv, scale, origin, window, shift, masked))  # fmt: skip
+    windows = b * (h // window[0]) * (w // window[1])
+    group = GROUP if heads % GROUP == 0 and windows * heads >= PROGRAMS * GROUP else 1
+    launch(_attention_forward, (windows, heads // group), qkv, bias, bias if scale is None else scale,
+           bias if origin is None else origin, out, GROUP=group, num_stages=1,
+           **_constants(qkv, scale, origin, window, shift, masked))  # fmt: skip
     return out
 
 
@@ -161,14 +173,15 @@ def window_attention_backward(grad: Tensor, qkv: Tensor, bias: Tensor, scale: Te
     grad_bias = torch.empty((parts, heads, n, n), dtype=torch.float32, device=qkv.device)
     grad_scale = torch.empty((parts, heads), dtype=torch.float32, device=qkv.device)
     launch(_attention_backward, (parts, heads), qkv, bias, bias if scale is None else scale,
-            bias if origin is None else origin, grad, grad_qkv, grad_bias, grad_scale, h, w, count,
+            bias if origin is None else origin, grad, grad_qkv, grad_bias, grad_scale, count,
             **_constants(qkv, scale, origin, window, shift, masked))  # fmt: skip
     return grad_qkv, grad_bias.sum(0), grad_scale.sum(0)
 
 
 def _constants(qkv: Tensor, scale: Tensor | None, origin: Tensor | None, window: list[int], shift: list[int],
                masked: bool) -> dict[str, Any]:  # fmt: skip
-    return {"HEADS": qkv.shape[4], "D": qkv.shape[5], "WH": window[0], "WW": window[1], "SH": shift[0], "SW": shift[1],
+    return {"HEIGHT": qkv.shape[1], "WIDTH": qkv.shape[2], "HEADS": qkv.shape[4], "D": qkv.shape[5], "WH": window[0],
+            "WW": window[1], "SH": shift[0], "SW": shift[1],
             "MASKED": masked, "COSINE": scale is not None, "PLACED": origin is not None,
             "T": max(16, power(window[0] * window[1])), "num_warps": 4}  # fmt: skip
 

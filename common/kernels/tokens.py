@@ -1,0 +1,319 @@
+"""Energies of a strided convolution of tokens at every position, summed per phase.
+
+- ``token_scores``: in one launch, which reads each token once.
+- ``token_energies``: from the product of each token with all taps.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import AVAILABLE, INTERPRETED, launch, operator, power, usable
+
+if AVAILABLE:
+    import triton
+    import triton.language as tl
+
+    from .base import around
+
+__all__ = ["fits_token_kernel", "fits_token_scores", "in_one_pass", "token_energies", "token_scores"]
+
+STRIP = 8  # rows that one program of ``token_energies`` takes; fewer for a few images, to leave no device idle
+LONGEST = 2048  # tokens in a strip of ``token_scores``
+
+
+class Reading(NamedTuple):
+    """How ``token_scores`` reads tokens: ``pairs`` of them at a time; all their channels (``chunk`` 0), with the taps
+    held in shared memory, or a chunk of each token after the other; ``programs`` at least, more mean shorter strips."""
+
+    pairs: int
+    chunk: int
+    warps: int
+    stages: int
+    programs: int
+
+
+READINGS = {
+    32: Reading(64, 0, 4, 3, 256),
+    64: Reading(64, 0, 4, 3, 256),
+    96: Reading(64, 0, 4, 3, 256),
+    128: Reading(64, 0, 4, 2, 256),
+    192: Reading(64, 0, 4, 3, 128),
+    256: Reading(128, 64, 8, 4, 128),
+    384: Reading(128, 64, 8, 4, 128),
+}
+"""By channels."""
+
+
+def fits_token_kernel(x: Tensor, weight: Tensor, stride: tuple[int, int]) -> bool:
+    """Whether ``token_energies`` takes these: 16 channels or more, 4-64 outputs, a 2 x 2 or 3 x 3 kernel."""
+    r, channels, kh, kw = weight.shape
+    small = kh == kw in (2, 3) and stride in ((2, 2), (4, 4))
+    fits = channels == x.shape[1] >= 16 and r in (4, 8, 16, 32, 64) and small
+    whole = all(side % s == 0 for side, s in zip(x.shape[2:], stride, strict=True))
+    return usable(x) and x.dtype != torch.float64 and fits and whole
+
+
+def fits_token_scores(x: Tensor, outputs: int, side: int, padding: int) -> bool:
+    """Whether ``token_scores`` takes tokens (B, H, W, C) for which ``fits_token_kernel`` holds: half precision, known
+    channels, 4 outputs, a 2 x 2 kernel without padding or a 3 x 3 kernel with 1."""
+    half = x.dtype in (torch.bfloat16, torch.float16) or INTERPRETED
+    return half and x.shape[3] in READINGS and outputs == 4 and padding == side - 2 and x.is_contiguous()
+
+
+def _strip(images: int, rows: int, stride: int) -> int:
+    return STRIP if images * rows >= 256 * STRIP else stride
+
+
+if AVAILABLE:
+
+    @triton.jit
+    def _token_energies(y, bias, wave, scale, colsum, sums, squares, out, channels, height, width, sm,
+                        SIDE: tl.constexpr, PAD: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
+                        NORM: tl.constexpr, EPS: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+                        BLOCK: tl.constexpr):  # fmt: skip
+        """A strip of rows: energy and direction of a convolution at every position, summed per phase."""
+        image, strip, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        n, phase = tl.arange(0, R), tl.arange(0, STRIDE)
+        w = block * BLOCK + tl.arange(0, BLOCK)
+        base = y + image.to(tl.int64) * height * width * WIDE
+        add, toward = tl.load(bias + n), tl.load(wave + n) * (2.0 / R) ** 0.5
+        energies = tl.zeros([STRIDE, BLOCK], tl.float32)
+        directions = tl.zeros([STRIDE, BLOCK], tl.float32)
+        for step in range(ROWS):
+            h = strip * ROWS + step
+            valid = w < tl.where(h < height, width, 0)
+            t = tl.zeros([BLOCK, R], tl.float32)
+            for tap in tl.static_range(SIDE * SIDE):  # each product of a token with a tap is read once
+                token = around(h + tap // SIDE - PAD, height) * width + around(w + (tap % SIDE - PAD), width)
+                place = base + token[:, None] * WIDE + tap * R + n[None, :]
+                product = tl.load(place, valid[:, None], 0.0).to(tl.float32)
+                if SCALE:
+                    product *= tl.load(scale + image * (height * width) + token, valid, 0.0)[:, None]
+                t += product
+            if NORM:
+                mean = tl.zeros([BLOCK], tl.float32)
+                square = tl.zeros([BLOCK], tl.float32)
+                for tap in tl.static_range(SIDE * SIDE):
+                    place = around(h + tap // SIDE, height) * width + around(w + tap % SIDE, width) + image * sm
+                    mean += tl.load(sums + place, valid, 0.0)
+                    square += tl.load(squares + place, valid, 0.0)
+                mean, square = mean / (SIDE * SIDE * channels), square / (SIDE * SIDE * channels)
+                inverse = 1.0 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + EPS)
+                t = (t - mean[:, None] * tl.load(colsum + n)[None, :]) * inverse[:, None]
+            t += add[None, :]
+            keep = valid[None, :] & (phase == step % STRIDE)[:, None]
+            energies += tl.where(keep, tl.sum(t * t, 1)[None, :], 0.0)
+            directions += tl.where(keep, tl.sum(t * toward[None, :], 1)[None, :], 0.0)
+        part = (image * tl.num_programs(1) + strip) * tl.num_programs(2) + block
+        place = out + part * 2 * STRIDE * STRIDE + phase * STRIDE  # (part, energy or direction, row, column)
+        for b in tl.static_range(STRIDE):
+            here = (w % STRIDE == b)[None, :]
+            tl.store(place + b, tl.sum(tl.where(here, energies, 0.0), 1))
+            tl.store(place + STRIDE * STRIDE + b, tl.sum(tl.where(here, directions, 0.0), 1))
+
+    @triton.jit
+    def _inverse(mean, square, EPS: tl.constexpr):
+        """1 / std."""
+        return 1.0 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + EPS)
+
+    @triton.jit
+    def _times(line, keep, b0, b1, b2, CHUNKS: tl.constexpr, K: tl.constexpr):
+        """Tokens by taps, in 1 or 3 chunks of channels."""
+        y = tl.dot(tl.load(line, keep, 0.0), b0)
+        if CHUNKS > 1:
+            y = tl.dot(tl.load(line + K, keep, 0.0), b1, y)
+            y = tl.dot(tl.load(line + 2 * K, keep, 0.0), b2, y)
+        return y
+
+    @triton.jit
+    def _token_scores(x, taps, bias, wave, colsum, sums, squares, products, out, strips, sm, HEIGHT: tl.constexpr,
+                      HALF: tl.constexpr, CHANNELS: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr,
+                      SCALE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr,
+                      CHUNK: tl.constexpr, Q: tl.constexpr):  # fmt: skip
+        """A strip of rows and those that its windows reach into, in pairs of tokens, HALF in a row.
+
+        First the product of each pair with its taps, see ``in_one_pass``, is put where this program alone reads it:
+        for each row of the kernel, what goes to the pair on the right and what stays, each for two positions. Then
+        positions collect what is theirs. Those of a pair are its first token's and the one's before it: so all that
+        moves moves to the right.
+        """
+        WHOLE: tl.constexpr = ROWS == HEIGHT  # no rows beyond the strip: the torus closes in it
+        COUNT: tl.constexpr = (ROWS if WHOLE else ROWS + SIDE - 1) * HALF
+        PAD: tl.constexpr = SIDE - 2
+        N: tl.constexpr = 32 if SIDE == 2 else 64
+        SPAN: tl.constexpr = CHANNELS if SCALE else 2 * CHANNELS  # channels that are multiplied by one number
+        CHUNKS: tl.constexpr = 3 if CHANNELS % 3 == 0 else 1
+        K: tl.constexpr = SPAN // CHUNKS
+        image, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
+        i, n = tl.arange(0, T), tl.arange(0, N)
+        start, known = x + image.to(tl.int64) * (HEIGHT * HALF * 2 * CHANNELS), image * sm
+        first = (strip * ROWS - (0 if WHOLE else PAD)) * HALF
+        y_here = products + tl.program_id(0).to(tl.int64) * (COUNT * 16 * SIDE)
+        if CHUNK == 0:
+            k = tl.arange(0, K)
+            weights = taps + k[:, None] * N + n[None, :]
+            b0 = tl.load(weights)
+            b1, b2, c0, c1, c2 = b0, b0, b0, b0, b0
+            if CHUNKS > 1:
+                b1, b2 = tl.load(weights + K * N), tl.load(weights + 2 * K * N)
+            if SCALE:
+                c0 = tl.load(weights + CHANNELS * N)
+                if CHUNKS > 1:
+                    c1, c2 = tl.load(weights + (CHANNELS + K) * N), tl.load(weights + (CHANNELS + 2 * K) * N)
+                place = known + 2 * around(first + i, HEIGHT * HALF)
+                s0, s1 = tl.load(sums + place, i < COUNT, 0.0), tl.load(sums + place + 1, i < COUNT, 0.0)
+                q0, q1 = tl.load(squares + place, i < COUNT, 0.0), tl.load(squares + place + 1, i < COUNT, 0.0)
+            for tile in range((COUNT + T - 1) // T):
+                at = tile * T + i
+                keep = (at < COUNT)[:, None]
+                line = start + (around(first + at, HEIGHT * HALF) * (2 * CHANNELS))[:, None] + k[None, :]
+                if SCALE:
+                    scale = _inverse(s0 * (1.0 / CHANNELS), q0 * (1.0 / CHANNELS), EPS)
+                    other = _inverse(s1 * (1.0 / CHANNELS), q1 * (1.0 / CHANNELS), EPS)
+                    ahead = at + T  # of the next tile: on their way while this one is multiplied
+                    place = known + 2 * around(first + ahead, HEIGHT * HALF)
+                    s0, s1 = tl.load(sums + place, ahead < COUNT, 0.0), tl.load(sums + place + 1, ahead < COUNT, 0.0)
+                    q0 = tl.load(squares + place, ahead < COUNT, 0.0)
+                    q1 = tl.load(squares + place + 1, ahead < COUNT, 0.0)
+                y = _times(line, keep, b0, b1, b2, CHUNKS, K)
+                if SCALE:
+                    y = y * scale[:, None] + _times(line + CHANNELS, keep, c0, c1, c2, CHUNKS, K) * other[:, None]
+                y_place = y_here + (at * 8)[:, None] + (n // 8 * (COUNT * 8) + n % 8)[None, :]
+                tl.store(y_place, y.to(products.dtype.element_ty), keep & (n < 16 * SIDE)[None, :])
+        else:
+            k = tl.arange(0, CHUNK)
+            weights = taps + k[:, None] * N + n[None, :]
+            for tile in range((COUNT + T - 1) // T):
+                at = tile * T + i
+                keep = (at < COUNT)[:, None]
+                pair = around(first + at, HEIGHT * HALF)
+                line = start + (pair * (2 * CHANNELS))[:, None] + k[None, :]
+                if SCALE:
+                    place, there = known + 2 * pair, at < COUNT
+                    s0, s1 = tl.load(sums + place, there, 0.0), tl.load(sums + place + 1, there, 0.0)
+                    q0, q1 = tl.load(squares + place, there, 0.0), tl.load(squares + place + 1, there, 0.0)
+                y, z = tl.zeros([T, N], tl.float32), tl.zeros([T, N], tl.float32)
+                for c in range(0, SPAN, CHUNK):
+                    y = tl.dot(tl.load(line + c, keep, 0.0), tl.load(weights + c * N), y)
+                    if SCALE:
+                        u, v = tl.load(line + CHANNELS + c, keep, 0.0), tl.load(weights + (CHANNELS + c) * N)
+                        z = tl.dot(u, v, z)
+                if SCALE:
+                    y *= _inverse(s0 * (1.0 / CHANNELS), q0 * (1.0 / CHANNELS), EPS)[:, None]
+                    y += z * _inverse(s1 * (1.0 / CHANNELS), q1 * (1.0 / CHANNELS), EPS)[:, None]
+                y_place = y_here + (at * 8)[:, None] + (n // 8 * (COUNT * 8) + n % 8)[None, :]
+                tl.store(y_place, y.to(products.dtype.element_ty), keep & (n < 16 * SIDE)[None, :])
+        tl.debug_barrier()
+        PHASE: tl.constexpr = Q // STRIDE  # positions of one phase of the rows, side by side
+        j, m = tl.arange(0, Q), tl.arange(0, 8)  # m: which of a pair's two positions, and which output
+        add, fold = tl.load(bias + m % 4)[None, :], tl.load(colsum + m % 4)[None, :]
+        toward = tl.load(wave + m % 4)[None, :] * (2.0 / 4) ** 0.5
+        energy, direction = tl.zeros([Q, 8], tl.float32), tl.zeros([Q, 8], tl.float32)
+        for piece in tl.static_range((ROWS // STRIDE * HALF + PHASE - 1) // PHASE):
+            at = piece * PHASE + j % PHASE
+            valid, row = at < ROWS // STRIDE * HALF, at // HALF
+            column, row = at - row * HALF, row * STRIDE + j // PHASE
+            left = tl.where(column == 0, HALF - 1, column - 1)
+            t = tl.zeros([Q, 8], tl.float32)
+            for v in tl.static_range(SIDE):
+                above = (around(row + v - PAD, HEIGHT) if WHOLE else row + v) * HALF + 2 * v * COUNT
+                t += tl.load(y_here + ((above + left) * 8)[:, None] + m[None, :], valid[:, None], 0.0)
+                t += tl.load(y_here + ((above + column + COUNT) * 8)[:, None] + m[None, :], valid[:, None], 0.0)
+            if NORM:
+                s0, s1 = tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32)
+                q0, q1 = tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32)
+                for v in tl.static_range(2):
+                    above = known + around(strip * ROWS + row + v, HEIGHT) * (2 * HALF)
+                    s = tl.load(sums + (above + 2 * column), valid, 0.0)
+                    q = tl.load(squares + (above + 2 * column), valid, 0.0)
+                    s0 += s + tl.load(sums + (above + 2 * column + 1), valid, 0.0)
+                    q0 += q + tl.load(squares + (above + 2 * column + 1), valid, 0.0)
+                    s1 += s + tl.load(sums + (above + 2 * left + 1), valid, 0.0)
+                    q1 += q + tl.load(squares + (above + 2 * left + 1), valid, 0.0)
+                early, mean, other = m[None, :] < 4, s0 * (0.25 / CHANNELS), s1 * (0.25 / CHANNELS)
+                inverse = _inverse(mean, q0 * (0.25 / CHANNELS), EPS)[:, None]
+                t -= tl.where(early, mean[:, None], other[:, None]) * fold
+                t *= tl.where(early, inverse, _inverse(other, q1 * (0.25 / CHANNELS), EPS)[:, None])
+            t = tl.where(valid[:, None], t + add, 0.0)
+            energy += t * t
+            direction += t
+        _store_scores(out, energy, Q, STRIDE)
+        _store_scores(out + STRIDE * STRIDE, direction * toward, Q, STRIDE)
+
+    @triton.jit
+    def _store_scores(out, score, Q: tl.constexpr, STRIDE: tl.constexpr):
+        """Sums per phase: of rows, of pairs, which alternate at stride 4, and of their two positions."""
+        ALTERNATE: tl.constexpr = STRIDE // 2
+        score = tl.sum(tl.reshape(score, [STRIDE, Q // STRIDE // ALTERNATE, ALTERNATE * 8]), 1)
+        score = tl.sum(tl.reshape(score, [STRIDE, ALTERNATE * 2, 4]), 2)
+        n = tl.arange(0, ALTERNATE * 2)
+        column = (n - n % 2 * 2 + STRIDE) % STRIDE  # the second position is the one before the first
+        place = out + tl.program_id(0) * (2 * STRIDE * STRIDE) + tl.arange(0, STRIDE)[:, None] * STRIDE
+        tl.store(place + column[None, :], score)
+
+
+@operator("shift_vits::token_energies")
+def token_energies(y: Tensor, bias: Tensor, wave: Tensor, scale: Tensor | None, colsum: Tensor | None,
+                   sums: Tensor | None, squares: Tensor | None, channels: int, side: int, padding: int, stride: int,
+                   eps: float) -> Tensor:  # fmt: skip
+    """Energy |t|^2 and direction <t, wave> sqrt(2 / r) of a convolution's output t at every position, per phase.
+
+    t is the sum of ``side`` x ``side`` neighbours' products with their taps, each token multiplied by its ``scale``
+    first if that is given, plus ``bias`` (r,). With ``colsum`` the convolved patch is normalised first,
+    t = (t - mean colsum) / std + bias, by the ``sums`` over the ``channels`` of each token and of its ``squares`` (then
+    without padding).
+
+    Shapes: y (B, H, W, side side r or more), taps in rows, contiguous; bias, wave and colsum (r,); scale (B, H, W),
+    float32; sums and squares the same, of equal strides -> (B, parts, 2, stride, stride), to be summed over the parts.
+    """
+    b, h, w, n = y.shape
+    strip, block = _strip(b, h, stride), max(2, min(64, power(w)))
+    grid = (b, -(-h // strip), -(-w // block))
+    out = torch.empty((b, grid[1] * grid[2], 2, stride, stride), dtype=torch.float32, device=y.device)
+    scale = None if scale is None else scale.contiguous()
+    norm = [bias if tensor is None else tensor for tensor in (scale, colsum, sums, squares)]
+    launch(_token_energies, grid, y, bias, wave, *norm, out, channels, h, w, 0 if sums is None else sums.stride(0),
+           SIDE=side, PAD=padding, STRIDE=stride, SCALE=scale is not None, NORM=colsum is not None, EPS=eps,
+           R=bias.shape[0], WIDE=n, ROWS=strip, BLOCK=block, num_warps=4)  # fmt: skip
+    return out
+
+
+@operator("shift_vits::token_scores")
+def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
+                 squares: Tensor | None, side: int, stride: int, eps: float) -> Tensor:  # fmt: skip
+    """What ``token_energies`` makes of the products of tokens with taps, without these being a tensor of their own.
+
+    With ``colsum`` the convolved patch is normalised, with ``sums`` and ``squares`` alone each token, but for its mean,
+    which the taps leave out.
+
+    Shapes: x (B, H, W, C), contiguous; taps (2 C, 32 or 64), see ``in_one_pass``; bias, wave and colsum (4,); sums and
+    squares (B, H, W), float32 -> (B, parts, 2, stride, stride), to be summed over the parts.
+    """
+    (b, h, w, c), how = x.shape, READINGS[x.shape[3]]
+    rows = max((n for n in range(stride, h + 1, stride)
+                if not h % n and b * h // n >= how.programs and n * w <= LONGEST), default=stride)  # fmt: skip
+    strips, read = h // rows, rows if rows == h else rows + side - 1
+    out = torch.empty((b, strips, 2, stride, stride), dtype=torch.float32, device=x.device)
+    products = torch.empty((b * strips, read * w // 2, 16 * side), dtype=x.dtype, device=x.device)
+    if sums is not None and squares is not None and (sums.stride() != squares.stride() or sums.stride()[1:] != (w, 1)):
+        sums, squares = sums.contiguous(), squares.contiguous()
+    given = [bias if tensor is None else tensor for tensor in (colsum, sums, squares)]
+    launch(_token_scores, (b * strips,), x, taps, bias, wave, *given, products, out, strips,
+           0 if sums is None else sums.stride(0), HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side, STRIDE=stride,
+           SCALE=sums is not None and colsum is None, NORM=colsum is not None, EPS=eps, ROWS=rows, T=how.pairs,
+           CHUNK=how.chunk, Q=32 * how.warps, num_warps=how.warps, num_stages=how.stages)  # fmt: skip
+    return out
+
+
+def in_one_pass(weight: Tensor) -> Tensor:
+    """Weights (4, C, k, k) as ``token_scores`` reads them: (2 C, taps), of a pair of tokens.
+
+    A tap is one of 2 or 4 rows, one of 4 positions, and an output. The first two positions are the next pair's, or
+    rather its first token and the one before, which is this pair's second; the last two are this pair's.
+    """
+    k = weight.shape[3]
+    weight = F.pad(weight, (4 - k, 1, 0, k - 2)).unfold(3, 4, 1)  # 4, C, row, token, position
+    return weight.permute(3, 1, 2, 4, 0).flatten(2).flatten(0, 1).contiguous()
