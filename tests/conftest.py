@@ -39,17 +39,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="run by test_interpreter.py, in a process of its own"))
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, module: str) -> list[str]:
-    """Names of the kernels that a module of ``common.kernels`` launches from now on, in turn."""
+def launches(monkeypatch: pytest.MonkeyPatch, *modules: str) -> list[str]:
+    """Names of the kernels that modules of ``common.kernels`` launch from now on, in turn."""
     names: list[str] = []
-    place = sys.modules[f"common.kernels.{module}"]
-    launch = place.launch
+    launch = kernels.base.launch
 
     def noted(kernel: Any, *args: Any, **constants: Any) -> None:
         names.append(kernel.__name__)
         launch(kernel, *args, **constants)
 
-    monkeypatch.setattr(place, "launch", noted)
+    for module in modules:
+        monkeypatch.setattr(sys.modules[f"common.kernels.{module}"], "launch", noted)
     return names
 
 

@@ -147,7 +147,7 @@ def test_images_are_packed_as_they_are_read(monkeypatch: pytest.MonkeyPatch, cha
     """To the bit, in any layout, and what is not finite stays so, though it counts as zero for the offset."""
     x = torch.randn(3, channels, 24, 20)[:, :, ::2]
     x[0, -1, 1, 1], x[1, 0, 2, 2], x[2, 0, 3, 3] = float("nan"), float("inf"), -1e30
-    launched = launches(monkeypatch, "patches")
+    launched = launches(monkeypatch, "patches", "pixels")
     for image in (x, x.contiguous(), x.contiguous(memory_format=torch.channels_last)):
         offset, packed = Canonical().offset(image, dtype)
         assert launched == (["_image_pixels"] if channels == 5 else [])

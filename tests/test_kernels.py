@@ -138,16 +138,16 @@ def test_an_image_is_packed_once(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     """For the choice of a phase and for the tokens there: as the canonical anchor reads it, or apart if it has many
     channels (too many for a program to hold the weights of all phases of a large window). In a default model where
     windows overlap."""
-    launched = launches(monkeypatch, "patches")
+    launched = launches(monkeypatch, "patches", "pixels")
     x = torch.randn(1, 5, 32, 32)
     with torch.no_grad():
-        randomize(create_model(name, adaptive=True, sketch=4)).eval()(x[:, :3])
+        randomize(create_model(name, adaptive=True, sketch=4)).eval().walk(x[:, :3], 0)
         assert launched == ["_image_phases", "_image_tokens"]
-        randomize(create_model(name, adaptive=True, sketch=4, in_chans=5)).eval()(x)
+        randomize(create_model(name, adaptive=True, sketch=4, in_chans=5)).eval().walk(x, 0)
         held = ["_image_phases"] if "swin" in name else []
         assert launched[2:] == ["_image_pixels", *held, "_image_tokens"]
         launched.clear()
-        create_model(name).eval()(x[:, :3])
+        create_model(name).eval().walk(x[:, :3], 0)
     assert launched == (["_image_tokens"] if "swin" in name else ["_image_pixels", "_image_tokens"])
 
 

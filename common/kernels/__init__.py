@@ -4,17 +4,8 @@ from .base import AVAILABLE, INTERPRETED, product_dtype, usable
 from .canonical import canonical_offset, fits_canonical_kernel
 from .depthwise import depthwise, fits_depthwise_kernel, plain_depthwise
 from .merging import fits_merge_kernel, fits_merged_product, merged_product, rolled_merge
-from .patches import (
-    all_phases,
-    fits_image_phases,
-    fits_image_tokens,
-    fits_image_windows,
-    image_phases,
-    image_tokens,
-    image_windows,
-    in_pieces,
-    packed,
-)
+from .patches import all_phases, fits_image_phases, fits_image_tokens, image_phases, image_tokens, in_pieces
+from .pixels import fits_image_windows, image_windows, packed
 from .rolling import fits_roll_kernel, fits_rolled_norm, rolled, rolled_norm
 from .scores import best_phase, best_window, fits_window_scores, token_moments
 from .sketching import convolution_taps, depthwise_taps, fits_sketch, merging_weights, pooled_taps, sketched

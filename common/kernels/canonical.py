@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .base import AVAILABLE, launch, operator, power, usable
-from .patches import is_packed, packed
+from .pixels import is_packed, packed
 
 if AVAILABLE:
     import triton

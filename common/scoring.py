@@ -1,0 +1,252 @@
+"""How anchors score: the energy of a strided operation's output at each phase of its grid, and what all anchors share.
+
+The convolution that is scored may have other weights than the model's (a sketch of them), and a norm before it, which
+is folded into its weights. Kernels do most of it where they can; the torch form is beside them.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import kernels
+from .shifts import circular_pad
+from .weights import kept, product
+
+__all__ = ["Anchor", "Fold", "Ready", "Score", "Strided", "TokenNorm", "best_offset", "phase_scores", "token_energy",
+           "wide"]  # fmt: skip
+
+Score = Literal["signed", "energy"]
+"""How a token counts: ``energy`` is the paper's squared norm; ``signed`` adds a little of one fixed direction, because
+energy cannot tell t from -t."""
+
+
+def phase_scores(energy: Tensor, stride: tuple[int, int]) -> Tensor:
+    """Sum a per-position score (B, H, W) over the grid of each phase -> (B, s_h, s_w), in float64."""
+    batch, height, width = energy.shape
+    (sh, sw) = stride
+    if height % sh or width % sw:
+        raise ValueError(f"a grid of {(height, width)} has no whole phases at stride {stride}")
+    return wide(energy).view(batch, height // sh, sh, width // sw, sw).sum((1, 3))
+
+
+def best_offset(scores: Tensor) -> Tensor:
+    """(B, s_h, s_w) scores -> (B, 2) offsets of the maximum."""
+    best = scores.flatten(1).argmax(1)
+    return torch.stack([best // scores.shape[2], best % scores.shape[2]], 1)
+
+
+def token_energy(t: Tensor, score: Score, dim: int) -> Tensor:
+    """|t|^2 over channels at ``dim`` or, for ``signed``, |t|^2 + 0.01 rms <r, t> with a fixed unit vector r."""
+    energy = t.square().sum(dim)
+    if score == "signed":
+        shape = [1] * t.ndim
+        shape[dim] = -1
+        rms = wide(energy).mean((-2, -1), keepdim=True).sqrt()
+        energy = wide(energy) + 0.01 * rms * wide((t * _direction(t.shape[dim], t).view(shape)).sum(dim))
+    return energy
+
+
+def _direction(channels: int, like: Tensor) -> Tensor:
+    """A fixed vector of about unit length that no model is likely to be aligned with."""
+    channel = torch.arange(channels, device=like.device, dtype=like.dtype)
+    return torch.sin(1.0 + 12.9898 * channel) * (2.0 / channels) ** 0.5
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.float() if x.device.type == "mps" else x.double()  # MPS has no float64
+
+
+class Strided(NamedTuple):
+    """What matters of a strided convolution here: kernel, stride and padding, (height, width) each."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+
+    @classmethod
+    def of(cls, conv: nn.Conv2d) -> "Strided":
+        if isinstance(conv.padding, str):
+            raise ValueError(f"an anchored convolution needs its padding in pixels, not {conv.padding!r}")
+        return cls(*((int(pair[0]), int(pair[1])) for pair in (conv.kernel_size, conv.stride, conv.padding)))
+
+
+Ready = Callable[[bool], tuple[Tensor, Tensor]] | None
+"""How a kernel makes taps, in one pass or not, and what is added to the sum of all: see ``Anchor._taps``."""
+
+
+class Fold(NamedTuple):
+    """A LayerNorm of the patch, folded into the convolution: (W' p - mean ``sums``) / std + ``constant``."""
+
+    sums: Tensor
+    constant: Tensor
+    eps: float
+
+
+class TokenNorm(NamedTuple):
+    """A LayerNorm of each token before the convolution. It folds too: W LN(t) = W' t / std + W ``shift``, where W' is
+    W diag(``gain``) less its mean over channels, which leaves nothing of the mean of t.
+
+    ``moments`` (B, 3, H, W) are those of the tokens, where they are known already.
+    """
+
+    gain: Tensor
+    shift: Tensor
+    eps: float
+    moments: Tensor | None = None
+
+    def into(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """W' (r, C, k, k) and the constant (r,) for a convolution's weight and bias, on the torus."""
+        constant = (weight * self.shift.view(-1, 1, 1)).sum((1, 2, 3))
+        weight = weight * self.gain.view(-1, 1, 1)
+        return weight - weight.mean(1, keepdim=True), constant if bias is None else constant + bias
+
+
+class Anchor(nn.Module):
+    """What anchors share: how tokens count, the sketch, the precision of scores."""
+
+    wave: Tensor
+    directions: Tensor
+
+    def __init__(self, *, score: Score = "signed", sketch: int = 0) -> None:
+        super().__init__()
+        if score not in ("signed", "energy"):
+            raise ValueError(f"unknown score {score!r}: choose 'signed' or 'energy'")
+        self.score: Score = score
+        self.sketch = sketch
+        wave = _direction(4096, torch.ones(1, dtype=torch.float64)) * (4096 / 2) ** 0.5
+        self.register_buffer("wave", wave.float(), persistent=False)  # kept: a sine per token and channel would be slow
+        if sketch:
+            generator = torch.Generator().manual_seed(2024)
+            self.register_buffer("directions", torch.randn(sketch, 4096, generator=generator), persistent=False)
+
+    def mixing(self, channels: int, like: Tensor) -> Tensor | None:
+        """(r, D) weights of the r combinations of D channels that are scored; None to score them all."""
+        if not self.sketch or channels <= self.sketch:
+            return None
+        return self.directions[:, :channels].to(like)
+
+    def rows(self, weight: Tensor) -> Tensor:
+        """Rows (D, ...) of the linear map whose output is scored, or their r fixed combinations (r, ...)."""
+        mixing = self.mixing(len(weight), weight)
+        return weight if mixing is None else product(mixing, weight.flatten(1)).unflatten(1, weight.shape[1:])
+
+    def affine_rows(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """``rows`` of a weight (D, ...) and of the bias (D,) that goes with it."""
+        mixing = None if bias is None else self.mixing(len(weight), weight)
+        if bias is None or mixing is None or not kernels.fits_sketch(mixing, weight, bias):
+            return self.rows(weight), None if bias is None else self.rows(bias[:, None])[:, 0]
+        mixed, constant = kernels.sketched(mixing, weight.flatten(1), bias)
+        return mixed.unflatten(1, weight.shape[1:]), constant
+
+    def depthwise_rows(self, *weights: Tensor) -> Tensor:
+        """Depthwise kernels (C, 1, k, k) of one input: side by side, or r fixed combinations of all (r, C, k, k)."""
+        if not self.sketch:
+            return torch.stack(weights, 1).flatten(0, 1)  # grouped: the outputs of a channel are neighbours
+        channels = len(weights[0])
+        parts = self.directions[:, : channels * len(weights)].to(weights[0]).split(channels, 1)  # r, C each
+        return sum((part[:, :, None, None] * w[:, 0] for part, w in zip(parts[1:], weights[1:], strict=True)),
+                   parts[0][:, :, None, None] * weights[0][:, 0])  # fmt: skip
+
+    def moments(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Sums (B, H, W) over channels of x (B, H, W, C), of its square and of its product with ``wave``, in float32 at
+        least."""
+        if kernels.usable(x) and not torch.compiler.is_compiling() and x.is_contiguous():  # a compiler has it for free
+            return kernels.token_moments(x, self.wave).unbind(1)
+        x = x if x.dtype == torch.float64 else x.float()
+        return x.sum(-1), x.square().sum(-1), (x * self.wave[: x.shape[-1]].to(x)).sum(-1)
+
+    def precision(self, x: Tensor, fast: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if fast else torch.autocast(x.device.type, enabled=False)
+
+    def cast(self, x: Tensor, fast: bool) -> Tensor:
+        """Tokens in the precision they are scored in."""
+        return x if fast or x.dtype == torch.float64 else x.float()
+
+    def choose(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None,
+               fold: Fold | TokenNorm | None = None, fast: bool = False, ready: Ready = None) -> Tensor:  # fmt: skip
+        """(B, 2) offsets of the best phase of a strided convolution: see ``phases``."""
+        if fast and kernels.fits_token_kernel(x, weight, conv.stride):
+            parts = self._parts(x, weight, conv, bias, fold, ready)
+            return kernels.best_phase(parts, conv.stride[0], math.prod(x.shape[2:]), self.score == "signed")
+        return best_offset(self.phases(x, weight, conv, bias, fold, fast))
+
+    def phases(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None,
+               fold: Fold | TokenNorm | None = None, fast: bool = False, ready: Ready = None) -> Tensor:  # fmt: skip
+        """(B, s_h, s_w) score of each phase of a strided convolution of x (B, C, H, W), with ``weight`` (r, C, k, k) in
+        place of its own and, with ``fold``, of normalised patches or tokens. Where kernels score and ``ready`` makes
+        what they take, weight and bias say only when to make it again: a compiler leaves them out."""
+        if fast and kernels.fits_token_kernel(x, weight, conv.stride):
+            energy, toward = self._parts(x, weight, conv, bias, fold, ready).double().sum(1).unbind(1)
+            rms = (energy.sum((1, 2), keepdim=True) / math.prod(x.shape[2:])).sqrt()
+            return energy if self.score == "energy" else energy + 0.01 * rms * toward
+        if isinstance(fold, TokenNorm):
+            gain, shift = fold.gain.to(x), fold.shift.to(x)
+            x = F.layer_norm(x.permute(0, 2, 3, 1), gain.shape, gain, shift, fold.eps).permute(0, 3, 1, 2)
+            x, fold = x.to(kernels.product_dtype(x)), None
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        t = at_every_position(x, weight, conv, None if bias is None else bias.to(weight.dtype))
+        t = t if t.dtype == torch.float64 else t.float()
+        if fold is not None:
+            patch = torch.stack(self.moments(x.permute(0, 2, 3, 1))[:2], 1)  # 2 x 2, from each position on
+            moments = circular_pad(patch, (0, 1, 0, 1))
+            mean, square = F.avg_pool2d(moments, 2, stride=1).div(x.shape[1]).split(1, 1)
+            inverse_std = (square - mean.square()).clamp_min(0).add(fold.eps).rsqrt()
+            t = (t - mean * fold.sums.view(1, -1, 1, 1)) * inverse_std + fold.constant.view(1, -1, 1, 1)
+        return phase_scores(token_energy(t, self.score, 1), conv.stride)
+
+    def _parts(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, fold: Fold | TokenNorm | None,
+               ready: Ready) -> Tensor:  # fmt: skip
+        """Energy and direction per phase: partial sums (B, parts, 2, s, s), by one kernel or by a product and one."""
+        tokens, channels = x.permute(0, 2, 3, 1), x.shape[1]
+        scale, colsum, total, square, eps = None, None, None, None, 0.0
+        more = [] if bias is None else [bias]
+        more += [] if fold is None else fold[:2]  # its two tensors
+        once = kernels.fits_token_scores(tokens, len(weight), conv.kernel[0], conv.padding[0])
+        taps, constant = kept(
+            lambda: ready(once) if ready is not None else self._taps(weight, bias, fold, x.dtype, once),
+            (x.dtype, once, ready is not None), weight, *more)  # fmt: skip
+        if fold is not None:
+            known = fold.moments if isinstance(fold, TokenNorm) else None
+            total, square, _ = self.moments(tokens) if known is None else known.unbind(1)
+            colsum, eps = None if isinstance(fold, TokenNorm) else fold.sums.float(), fold.eps
+        if once:
+            return kernels.token_scores(tokens, taps, constant, self.wave, colsum, total, square, conv.kernel[0],
+                                        conv.stride[0], eps)  # fmt: skip
+        if total is not None and square is not None and colsum is None:
+            scale = (square / channels - (total / channels).square()).clamp_min(0).add(eps).rsqrt()
+        y = F.linear(tokens, taps)  # every token by every tap, B, H, W, k k r
+        return kernels.token_energies(y, constant, self.wave, scale, colsum, total, square, channels, conv.kernel[0],
+                                      conv.padding[0], conv.stride[0], eps)  # fmt: skip
+
+    def _taps(self, weight: Tensor, bias: Tensor | None, fold: Fold | TokenNorm | None, dtype: torch.dtype,
+              once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Weights as (taps, C), a tap being a row, a column and an output, or as ``token_scores`` reads them, and what
+        is added to the sum of all."""
+        if isinstance(fold, TokenNorm):
+            weight, bias = fold.into(weight, bias)
+        elif fold is not None:
+            bias = fold.constant
+        constant = torch.zeros(len(weight), device=weight.device) if bias is None else bias.float().contiguous()
+        if once:
+            return kernels.in_one_pass(weight.to(dtype)), constant
+        taps = weight.to(dtype).permute(2, 3, 0, 1).flatten(0, 2)
+        taps = F.pad(taps, (0, 0, 0, -len(taps) % 8)) if len(taps) % 8 else taps.clone()  # GPUs multiply in eights
+        return taps, constant
+
+    def extra_repr(self) -> str:
+        return f"score={self.score!r}, sketch={self.sketch}"
+
+
+def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None) -> Tensor:
+    """A strided convolution's output at stride 1 on the torus, with other weights of the same kernel size.
+
+    Padding (p, k - 1 - p) puts what the convolution gives for token j of phase m at position stride j + m.
+    """
+    (kh, kw), (ph, pw) = conv.kernel, conv.padding
+    x = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))
+    return F.conv2d(x, weight, bias, groups=x.shape[1] // weight.shape[1])
