@@ -39,6 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="run by test_interpreter.py, in a process of its own"))
 
 
+def both(monkeypatch: pytest.MonkeyPatch, f: Callable[[], Any]) -> tuple[Any, Any]:
+    """A result with kernels, and without."""
+    fast = f()
+    monkeypatch.setattr(kernels.base, "ENABLED", False)
+    return fast, f()
+
+
 def launches(monkeypatch: pytest.MonkeyPatch, *modules: str) -> list[str]:
     """Names of the kernels that modules of ``common.kernels`` launch from now on, in turn."""
     names: list[str] = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import both as with_and_without
 from conftest import interpreted, launches
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -36,9 +37,7 @@ def lively(norm: nn.LayerNorm) -> nn.LayerNorm:
 
 def both(monkeypatch: pytest.MonkeyPatch, f: Callable[[], list[Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Results with kernels beside those without."""
-    fast = f()
-    monkeypatch.setattr(kernels.base, "ENABLED", False)
-    return list(zip(fast, f(), strict=True))
+    return list(zip(*with_and_without(monkeypatch, f), strict=True))
 
 
 @interpreted

@@ -21,7 +21,6 @@ if AVAILABLE:
 __all__ = ["fits_merge_kernel", "fits_merged_product", "merged_product", "rolled_merge"]
 
 PROGRAMS = 528  # of a backward pass with a norm: four on each of 132 processors, and each leaves one sum per weight
-TILES: dict[tuple[int, int], dict[str, int]] = {}  # of a merged product of C channels and D outputs, if not as usual
 OUTPUTS = 768  # of a merged product: patches are read again for every 192 or 256 of them, and beyond this too often
 
 
@@ -336,8 +335,6 @@ def _tiles(channels: int, outputs: int) -> dict[str, int]:
     Where outputs take several programs, blocks are as large as registers allow, since every block of patches reads
     weights again and every block of outputs patches. Swin-T's 128 images are one wave, two and four of 192 x 192.
     """
-    if (channels, outputs) in TILES:
-        return TILES[channels, outputs]
     wide, rest = (128, 64) if outputs % 192 == 0 else (max(16, min(256, power(outputs))), 0)
     more = 64 if rest and outputs > 192 else 0
     k = math.gcd(channels, 32 if rest and not more else 64)  # with 64, memory beside a processor holds one program

@@ -70,6 +70,11 @@ def _strip(images: int, rows: int, stride: int) -> int:
 if AVAILABLE:
 
     @triton.jit
+    def _inverse(mean, square, EPS: tl.constexpr):
+        """1 / std."""
+        return 1.0 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + EPS)
+
+    @triton.jit
     def _token_energies(y, bias, wave, scale, colsum, sums, squares, out, channels, height, width, sm,
                         SIDE: tl.constexpr, PAD: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
                         NORM: tl.constexpr, EPS: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
@@ -101,8 +106,7 @@ if AVAILABLE:
                     mean += tl.load(sums + place, valid, 0.0)
                     square += tl.load(squares + place, valid, 0.0)
                 mean, square = mean / (SIDE * SIDE * channels), square / (SIDE * SIDE * channels)
-                inverse = 1.0 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + EPS)
-                t = (t - mean[:, None] * tl.load(colsum + n)[None, :]) * inverse[:, None]
+                t = (t - mean[:, None] * tl.load(colsum + n)[None, :]) * _inverse(mean, square, EPS)[:, None]
             t += add[None, :]
             keep = valid[None, :] & (phase == step % STRIDE)[:, None]
             energies += tl.where(keep, tl.sum(t * t, 1)[None, :], 0.0)
@@ -113,11 +117,6 @@ if AVAILABLE:
             here = (w % STRIDE == b)[None, :]
             tl.store(place + b, tl.sum(tl.where(here, energies, 0.0), 1))
             tl.store(place + STRIDE * STRIDE + b, tl.sum(tl.where(here, directions, 0.0), 1))
-
-    @triton.jit
-    def _inverse(mean, square, EPS: tl.constexpr):
-        """1 / std."""
-        return 1.0 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + EPS)
 
     @triton.jit
     def _times(line, keep, b0, b1, b2, CHUNKS: tl.constexpr, K: tl.constexpr):

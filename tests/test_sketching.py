@@ -1,0 +1,116 @@
+"""What anchors make of weights by kernels against the torch forms: combinations of rows, in every layout."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import both, interpreted, launches, randomize
+from torch import Tensor, nn
+
+from common import kernels
+from common.anchors import ConvAnchor, MergeAnchor, TokenNorm
+from cvt.model import KeyValueAnchor
+from mvitv2.model import PoolAnchor, PoolingAttention
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("shape", "sketch"), [((32, 3, 4, 4), 4), ((40, 16, 3, 3), 8), ((17, 5, 1, 1), 3), ((9, 8), 4)]
+)
+@pytest.mark.parametrize("biased", [True, False])
+def test_sketched_weights(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], sketch: int, biased: bool) -> None:
+    """A few combinations of all rows, of a bias in the same launch: whole blocks of columns and others."""
+    anchor, weight, bias = ConvAnchor(sketch=sketch), torch.randn(shape), torch.randn(shape[0]) if biased else None
+    fast, plain = both(monkeypatch, lambda: anchor.affine_rows(weight, bias))
+    assert fast[0].shape == plain[0].shape == (sketch, *shape[1:])
+    assert torch.allclose(fast[0], plain[0], atol=1e-5, rtol=1e-5)
+    assert (fast[1] is None) == (bias is None)
+    assert bias is None or torch.allclose(fast[1], plain[1], atol=1e-5, rtol=1e-5)
+
+
+Taps = Callable[[bool], tuple[Tensor, ...]]
+
+
+def assert_same_taps(monkeypatch: pytest.MonkeyPatch, ready: Taps | None, plain: Taps, once: bool,
+                     calls: list[str]) -> None:  # fmt: skip
+    """That these kernels make all of what the readable code makes: memory is no number before it is written."""
+    launched = launches(monkeypatch, "sketching")
+    assert ready is not None
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        made = ready(once)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert launched == calls
+    monkeypatch.setattr(kernels.base, "ENABLED", False)
+    for found, expected in zip(made, plain(once), strict=True):
+        assert found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
+LAYOUTS = pytest.mark.parametrize(("once", "sketch"), [(True, 4), (False, 4), (False, 8)])
+
+
+@interpreted
+@LAYOUTS
+@pytest.mark.parametrize(("kernel", "channels", "biased"), [(2, 16, True), (3, 24, True), (3, 5, False)])
+@torch.no_grad()
+def test_taps_of_a_convolution(monkeypatch: pytest.MonkeyPatch, kernel: int, channels: int, biased: bool, once: bool,
+                               sketch: int) -> None:  # fmt: skip
+    anchor, conv = ConvAnchor(sketch=sketch), nn.Conv2d(channels, 40, kernel, 2, bias=biased)
+    weight, bias = anchor._of_weights(conv, torch.float32)
+    assert_same_taps(monkeypatch, anchor._ready(conv, torch.float32),
+                     lambda once: anchor._taps(weight, bias, None, torch.float32, once), once,
+                     ["_sketched"])  # fmt: skip
+
+
+@interpreted
+@LAYOUTS
+@pytest.mark.parametrize("channels", [32, 20])
+@torch.no_grad()
+def test_taps_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, channels: int, once: bool, sketch: int) -> None:
+    """With the norm before them."""
+    anchor, norm = KeyValueAnchor(sketch=sketch), TokenNorm(torch.randn(channels), torch.randn(channels), 1e-6)
+    key, value = torch.randn(2, channels, 1, 3, 3).unbind()
+    weight = anchor.depthwise_rows(key, value)
+    assert_same_taps(monkeypatch, anchor._ready(key, value, norm, torch.float32),
+                     lambda once: anchor._taps(weight, None, norm, torch.float32, once), once,
+                     ["_normed_taps"])  # fmt: skip
+
+
+@interpreted
+@LAYOUTS
+@pytest.mark.parametrize(("stride_q", "stride_kv", "stride"), [(2, 2, 2), (1, 4, 4), (2, 1, 2)])
+@torch.no_grad()
+def test_taps_of_poolings(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride_kv: int, stride: int, once: bool,
+                          sketch: int) -> None:  # fmt: skip
+    """Of queries, keys and values, of keys and values, and of queries alone: with projection, heads and norm."""
+    attn = randomize(PoolingAttention(dim=20, out_dim=24, size=(8, 8), num_heads=2, stride_q=stride_q, circular=True,
+                                      stride_kv=stride_kv, padding_mode="circular"))  # fmt: skip
+    anchor, norm = PoolAnchor(sketch=sketch), TokenNorm(torch.randn(20), torch.randn(20), 1e-6)
+    weight, bias = anchor._of_weights(attn, (stride, stride))
+    assert_same_taps(monkeypatch, anchor._ready(attn, (stride, stride), norm, torch.float32),
+                     lambda once: anchor._taps(weight, bias, norm, torch.float32, once), once,
+                     ["_sketched", "_normed_taps"])  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("normalised", [True, False])
+@LAYOUTS
+@torch.no_grad()
+def test_taps_of_a_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool, once: bool, sketch: int) -> None:
+    anchor, reduction, norm = MergeAnchor(sketch=sketch), nn.Linear(80, 40, bias=False), randomize(nn.LayerNorm(80))
+    given = norm if normalised else None
+
+    def ready(once: bool) -> tuple[Tensor, ...]:
+        made = anchor._of_weights(reduction, given, torch.float32, None, once)
+        return made.taps.flatten(0, -2), made.kernel, *(made.fold[:2] if made.fold is not None else ())
+
+    def plain(once: bool) -> tuple[Tensor, ...]:
+        made = anchor._of_weights(reduction, given, torch.float32, None)
+        taps, _ = anchor._taps(made.kernel, None, made.fold, torch.float32, once)
+        return taps, made.kernel, *(made.fold[:2] if made.fold is not None else ())
+
+    assert_same_taps(monkeypatch, ready, plain, once, ["_merging_weights"])
