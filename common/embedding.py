@@ -18,7 +18,7 @@ def embed(conv: nn.Conv2d, x: Tensor, offset: Tensor | None = None, norm: nn.Lay
     for little.
 
     With the few channels of an image a convolution is slow: where it can be, it is one matrix product of windows, which
-    a GPU reads where they lie. Tokens are rolled and padded in one pass, channels-last.
+    a GPU reads where they lie. Tokens with few channels too; others are rolled and padded in one pass, channels-last.
 
     Shapes: (B, C, H, W) -> (B, H/s, W/s, D), (B, 3, H/s, W/s) or None.
     """
@@ -47,7 +47,10 @@ def _convolve(conv: nn.Conv2d, x: Tensor, offset: Tensor | None, circular: bool)
     tokens = x.permute(0, 2, 3, 1)
     if circular and x.shape[1] >= 16 and kernels.fits_roll_kernel(tokens):
         start = torch.zeros(len(x), 2, dtype=torch.long, device=x.device) if offset is None else offset
-        x = kernels.rolled(tokens.to(kernels.product_dtype(x)), start, p).permute(0, 3, 1, 2)
+        tokens = tokens.to(kernels.product_dtype(x))
+        if kernels.fits_convolved(tokens, conv.weight, s, p):
+            return kernels.convolved(tokens, start, conv.weight.to(tokens).permute(0, 2, 3, 1).contiguous(), conv.bias)
+        x = kernels.rolled(tokens, start, p).permute(0, 3, 1, 2)
         return F.conv2d(x, conv.weight, conv.bias, conv.stride).permute(0, 2, 3, 1)
     x = x if offset is None else roll(x, offset, within=True)
     if k != s or p:

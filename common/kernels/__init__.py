@@ -2,6 +2,7 @@
 
 from .base import AVAILABLE, INTERPRETED, product_dtype, usable
 from .canonical import canonical_offset, fits_canonical_kernel
+from .convolving import convolved, fits_convolved
 from .depthwise import depthwise, fits_depthwise_kernel, plain_depthwise
 from .merging import fits_merge_kernel, fits_merged_product, merged_product, rolled_merge
 from .patches import all_phases, fits_image_phases, fits_image_tokens, image_phases, image_tokens, in_pieces
@@ -20,9 +21,11 @@ __all__ = [
     "best_window",
     "canonical_offset",
     "convolution_taps",
+    "convolved",
     "depthwise",
     "depthwise_taps",
     "fits_canonical_kernel",
+    "fits_convolved",
     "fits_depthwise_kernel",
     "fits_image_phases",
     "fits_image_tokens",

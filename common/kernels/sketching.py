@@ -322,5 +322,5 @@ def merging_weights(weight: Tensor, mixing: Tensor | None, gain: Tensor | None, 
     launch(_merging_weights, (blocks * -(-r // 4) + lines,), weight if mixing is None else mixing, weight, *given,
            taps, parts, scaled, folded, 0 if mixing is None else mixing.stride(0), BLOCKS=blocks, WIDTH=wide, D=d,
            COUNT=r, NORM=gain is not None, BIAS=bias is not None, ONCE=once, ROWS=rows, J=COLUMNS,
-           K=power(wide), num_warps=_sketch_warps(rows))  # fmt: skip
+           K=power(wide), num_warps=min(4, _sketch_warps(rows)))  # fmt: skip
     return taps, parts, scaled, folded
