@@ -63,7 +63,7 @@ class ConvAnchor(Anchor):
         return roll(x, offset, within=True), offset
 
     def prepare(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> Tensor:
-        """x as both ``offset`` and the convolution read it: an image in inference is ``packed`` once for both."""
+        """x as ``offset`` reads it, and in inference the convolution too: an image is ``packed`` once for both."""
         half = self.packing(x, conv, fast)
         return x if half is None else kernels.packed(x, half)
 
@@ -71,8 +71,10 @@ class ConvAnchor(Anchor):
         """The type that ``prepare`` packs x in, or None if it leaves x as it is."""
         (k, _), (s, _), _ = Strided.of(conv)
         rows, half = min(self.sketch or len(conv.weight), len(conv.weight)), kernels.product_dtype(x)
-        fits = fast and kernels.fits_image_tokens(x, conv.weight, s, half) and kernels.fits_image_phases(x, rows, k, s)
-        return half if fits else None
+        fits = fast and kernels.fits_image_phases(x, rows, k, s)
+        if fits and not torch.is_grad_enabled():
+            fits = kernels.fits_image_tokens(x, conv.weight, s, half)
+        return half if fits and (half in (torch.bfloat16, torch.float16) or kernels.INTERPRETED) else None
 
     @torch.no_grad()
     def offset(self, x: Tensor, conv: nn.Conv2d, fast: bool = False, at: Tensor | None = None) -> Tensor:

@@ -95,18 +95,20 @@ class Classifier(HubModel):
         yet: one roll does both."""
         check_images(x, self.in_chans)
         self.check_size((x.shape[2], x.shape[3]))
+        pixels = x
         if self.adaptive and self.canonical:
             half = None if anchor is None else anchor.packing(x, embed, fast=True)
             if half is None:
                 offset = self.canonicalize.offset(x)
             else:  # the anchor is about to pack the image: one pass reads it for both
-                offset, x = self.canonicalize.offset(x, half)
+                offset, pixels = self.canonicalize.offset(x, half)
         else:
             offset = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device)
         if anchor is None:
             return x, offset
-        x = anchor.prepare(x, embed, self.canonical)
-        return x, anchor.offset(x, embed, self.canonical, at=offset)
+        pixels = anchor.prepare(pixels, embed, self.canonical)
+        offset = anchor.offset(pixels, embed, self.canonical, at=offset)
+        return x if torch.is_grad_enabled() else pixels, offset
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         """Tokens (B, H/s, W/s, C) of stages 0..last, each with the pixel offsets (B, 2) of its grid's origin, and what

@@ -33,7 +33,8 @@ def embed(conv: nn.Conv2d, x: Tensor, offset: Tensor | None = None, norm: nn.Lay
     tokens = _convolve(conv, x, offset, circular)
     if norm is not None:
         tokens = norm(tokens).to(tokens.dtype)  # autocast leaves float32: twice what a stage has to read and write
-    if wave is None or not kernels.usable(x) or tokens.dtype == torch.float64:
+    compiled = torch.compiler.is_compiling()  # then moments are taken where they are needed, as tokens are normalised
+    if wave is None or compiled or not kernels.usable(x) or tokens.dtype == torch.float64:
         return tokens, None
     return tokens, kernels.token_moments(tokens.detach().contiguous(), wave)
 

@@ -120,9 +120,14 @@ def both(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @interpreted
+@pytest.mark.parametrize("large", [False, True], ids=["in one product", "in two"])
 @pytest.mark.parametrize("size", [(7, 7), (9, 20), (140, 7), (8, 272), (272, 9)], ids=str)
-def test_offsets_of_hard_images(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
+def test_offsets_of_hard_images(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], large: bool) -> None:
+    """Also as of large images, of which rows are mixed apart from columns."""
+    monkeypatch.setitem(kernels.canonical.TILES, "side", 8 if large else 512)
+    launched = launches(monkeypatch, "canonical")
     fast, plain = both(monkeypatch, torch.cat(list(hard_images(*size).values())))
+    assert ("_mix" in launched) == large
     assert torch.equal(fast, plain)
     assert len(fast.unique(dim=0)) > 9
 

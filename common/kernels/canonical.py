@@ -15,10 +15,10 @@ __all__ = ["BASE", "HALF", "PRIME", "canonical_offset", "fits_canonical_kernel",
 PRIME, BASE = 2039, 37  # integers modulo the prime are exact in float16; 37 generates half of them at least
 HALF = PRIME // 2
 COPIES = 8  # of the rings: numbers per load
-TILES = {"read": 1024, "read warps": 8, "pack read": 512, "pack read warps": 8, "places": 128, "rows": 32, "steps": 8,
-         "choose warps": 8}  # fmt: skip
+TILES = {"read": 1024, "read warps": 8, "pack read": 512, "pack read warps": 8, "places": 128, "rows": 32, "side": 512,
+         "steps": 8, "choose warps": 8}  # fmt: skip
 """Pixels per program of ``_read``, two of them per thread if they are packed, which are 16 bytes; M and K of
-``_describe`` up to 256 x 256 pixels; loads under way in ``_turn``."""
+``_describe`` up to 256 x 256 pixels, and up to what side it makes r itself; loads under way in ``_turn``."""
 
 
 def peak(n: int) -> int:
@@ -120,17 +120,35 @@ if AVAILABLE:
         return t
 
     @triton.jit
-    def _describe(g, coarse, d, height, width, PRIME: tl.constexpr, COPIES: tl.constexpr, TH: tl.constexpr,
-                  TW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+    def _mix(g, coarse, r, height, width, PRIME: tl.constexpr, COPIES: tl.constexpr, TH: tl.constexpr,
+             TW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+        """r of M rows at N places, where that is too much for ``_describe`` to make again for all it needs it for."""
+        image, i, w = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M), tl.program_id(2) * N + tl.arange(0, N)
+        j, line = tl.arange(0, K), image.to(tl.int64) * height * width + i[:, None] * width
+        pixel, place = g + line + j[None, :], 2 * COPIES * TH + _place(width - j, TW, COPIES)[:, None] + w[None, :]
+        total = tl.zeros([M, N], tl.float32)
+        for start in range(0, width, K):  # COPIES divides K
+            real = start + j < width
+            a = tl.load(pixel + start, (i < height)[:, None] & real[None, :], 0.0)
+            total = tl.dot(a, tl.load(coarse + (place - start), real[:, None], 0.0), total)  # v[j - w]
+        keep = (i < height)[:, None] & (w < width)[None, :]
+        tl.store(r + line + w[None, :], _residue(total, PRIME).to(tl.float16), keep)
+
+    @triton.jit
+    def _describe(g, coarse, d, height, width, MIXED: tl.constexpr, PRIME: tl.constexpr, COPIES: tl.constexpr,
+                  TH: tl.constexpr, TW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # fmt: skip
         """The image as seen from N rows: the largest of every 16 among M places.
 
         It is attention without a softmax: r, transposed, is made K rows at a time, M places each, and stays in
         registers, where the second product wants it. The rings of u and v fit into the nearest cache, so all that comes
-        from afar is the image: its next rows are on their way during both products."""
+        from afar is the image: its next rows are on their way during both products. With MIXED, g is r."""
         image, part, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * N
         w, h, j = part * M + tl.arange(0, M), first + tl.arange(0, N), tl.arange(0, TW)
-        place = 2 * COPIES * TH + _place(width - j, TW, COPIES)[:, None] + w[None, :]
-        v = tl.load(coarse + place, (j < width)[:, None], 0.0)  # v[j - w]
+        if MIXED:
+            j = w
+        else:
+            place = 2 * COPIES * TH + _place(width - j, TW, COPIES)[:, None] + w[None, :]
+            v = tl.load(coarse + place, (j < width)[:, None], 0.0)  # v[j - w]
         i = tl.arange(0, K)
         pixels, pixel = g + image.to(tl.int64) * height * width, i[:, None] * width + j[None, :]
         place = _place(height - i, TH, COPIES)[:, None] + h[None, :]
@@ -141,7 +159,7 @@ if AVAILABLE:
             real = (start + i < height)[:, None]
             next_a = tl.load(pixels + (start * width + pixel), real & (j < width)[None, :], 0.0)
             next_u = tl.load(coarse + (place - start), real, 0.0)
-            r = _residue(tl.dot(tl.trans(v), tl.trans(a)), PRIME).to(tl.float16)
+            r = tl.trans(a) if MIXED else _residue(tl.dot(tl.trans(v), tl.trans(a)), PRIME).to(tl.float16)
             total = tl.dot(r, u, total)
             a, u = next_a, next_u
         best = tl.reshape(tl.where((w < width)[:, None], total, float("-inf")), [M // 16, 16, N])
@@ -244,17 +262,23 @@ def canonical_place(x: Tensor, kernel: Tensor, dtype: torch.dtype | None) -> tup
     launch(_read, (b + -(-COPIES // (lines * parts)), lines, parts), x, kernel, g, pixels, coarse, fine, b, line,
            length, h, w, sb, sc, sh, sw, PRIME=PRIME, BASE=BASE, CHANNELS=c, PACK=dtype is not None, ROW_PEAK=peak(h),
            COLUMN_PEAK=peak(w), COPIES=COPIES, TH=down, TW=across, N=n, num_warps=warps)  # fmt: skip
-    # v stays in shared memory, m places for every pixel of a row, beside k rows of pixels
-    m, n = min(TILES["places"], across, 2**15 // across), min(256, down)
-    k = max(16, min(TILES["rows"], down // 2, TILES["rows"] * 256 // across))
+    side = max(down, across)
+    mixed, common = side > TILES["side"], {"PRIME": PRIME, "COPIES": COPIES, "TH": down, "TW": across}
+    m, n, k = min(TILES["places"], across), min(256, down), min(TILES["rows"], max(16, down // 2))
+    r = g
+    if mixed:
+        r, tall = torch.empty_like(g), min(128, down)
+        launch(_mix, (b, -(-h // tall), -(-w // m)), g, coarse, r, h, w, M=tall, N=m, K=min(64, across), **common,
+               num_warps=8 if tall * m > 64**2 else 4, num_stages=3)  # fmt: skip
+    else:  # v stays in shared memory, m places for every pixel of a row, beside k rows of pixels
+        m, k = min(m, 2**15 // across), max(16, min(k, TILES["rows"] * 256 // across))
     tiles = -(-w // m)
     seen = tiles * m // 16
     d = torch.empty((b, seen, h), dtype=torch.float32, device=x.device)
-    launch(_describe, (b, tiles, -(-h // n)), g, coarse, d, h, w, PRIME=PRIME, COPIES=COPIES, TH=down, TW=across, M=m,
-           N=n, K=k, num_warps=max(4, m // 16, across // 128), num_stages=1)  # fmt: skip
+    launch(_describe, (b, tiles, -(-h // n)), r, coarse, d, h, w, MIXED=mixed, M=m, N=n, K=k, **common,
+           num_warps=max(4, m // 16, 0 if mixed else across // 128), num_stages=1)  # fmt: skip
     s = torch.empty((b, h + 2 * w), dtype=torch.int32, device=x.device)
     out = torch.empty((b, 2), dtype=torch.int64, device=x.device)
-    side = max(down, across)
     launch(_choose, (b,), d, g, kernel, fine, s, out, length, h, w, TH=down, TW=across, PARTS=seen, COPIES=COPIES,
            FEW=4096 // max(256, side), STEPS=TILES["steps"], N=min(256, across), K=min(256, down),
            num_warps=TILES["choose warps"] if side > 64 else 4, num_stages=1)  # fmt: skip

@@ -22,6 +22,7 @@ __all__ = ["fits_merge_kernel", "fits_merged_product", "merged_product", "rolled
 
 PROGRAMS = 528  # of a backward pass with a norm: four on each of 132 processors, and each leaves one sum per weight
 OUTPUTS = 768  # of a merged product: patches are read again for every 192 or 256 of them, and beyond this too often
+FEWEST = 96  # programs of a merged product: of fewer, each takes as long, and patches that are written cost less
 
 
 def fits_merge_kernel(x: Tensor) -> bool:
@@ -32,10 +33,13 @@ def fits_merge_kernel(x: Tensor) -> bool:
 
 
 def fits_merged_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``merged_product`` takes x of the type given: half precision, at most 768 outputs, no gradient at all."""
+    """Whether ``merged_product`` takes x of the type given: half precision, at most 768 outputs, many patches, no
+    gradient at all."""
     half = dtype in (torch.bfloat16, torch.float16) or INTERPRETED
     plain = half and len(weight) <= OUTPUTS and weight.is_contiguous() and not isinstance(weight, DTensor)
-    return plain and not torch.is_grad_enabled() and fits_merge_kernel(x)
+    if not plain or torch.is_grad_enabled() or not fits_merge_kernel(x):
+        return False
+    return INTERPRETED or _programs(x, len(weight))[0] >= FEWEST
 
 
 if AVAILABLE:
@@ -342,6 +346,13 @@ def _tiles(channels: int, outputs: int) -> dict[str, int]:
     return {"T": 128, "MORE": more, "N": wide, "REST": rest, "K": k, "num_warps": 8, "num_stages": 4}
 
 
+def _programs(x: Tensor, outputs: int) -> tuple[int, int]:
+    """How many there are of a merged product, and how many have the same patches."""
+    tiles = _tiles(x.shape[3], outputs)
+    patches, parts = x.shape[0] * (x.shape[1] // 2) * (x.shape[2] // 2), -(-outputs // (tiles["N"] + tiles["REST"]))
+    return -(-patches // (tiles["T"] + tiles["MORE"])) * parts, parts
+
+
 @operator("shift_vits::merged_product")
 def merged_product(x: Tensor, offset: Tensor, scaled: Tensor, folded: Tensor | None, sums: Tensor | None,
                    squares: Tensor | None, eps: float) -> Tensor:  # fmt: skip
@@ -352,9 +363,7 @@ def merged_product(x: Tensor, offset: Tensor, scaled: Tensor, folded: Tensor | N
     """
     offset, (b, h, w, c), d = offset.contiguous(), x.shape, len(scaled)
     count, tiles = b * (h // 2) * (w // 2), _tiles(c, d)
-    tall, wide = tiles["T"] + tiles["MORE"], tiles["N"] + tiles["REST"]
-    parts = -(-d // wide)
-    programs = -(-count // tall) * parts
+    tall, wide, (programs, parts) = tiles["T"] + tiles["MORE"], tiles["N"] + tiles["REST"], _programs(x, d)
     out = torch.empty((b, h // 2, w // 2, d), dtype=x.dtype, device=x.device)
     norms = torch.empty((0 if folded is None else programs, 2, tall), dtype=torch.float32, device=x.device)
     if sums is not None and squares is not None and (sums.stride(), (w, 1)) != (squares.stride(), sums.stride()[1:]):

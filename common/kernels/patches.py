@@ -354,7 +354,7 @@ def image_phases(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor
     """
     b, _, h, w = x.shape
     r = weights.shape[1] // stride**2
-    parts, blocks, constants = _reading(x, size, stride, r * stride**2, BATCH, PHASES)  # the same sums in all batches
+    parts, blocks, constants = _reading(x, size, stride, r * stride**2, b, PHASES)
     out = torch.empty((b, parts, 2, stride, stride), dtype=torch.float32, device=x.device)
     launch(_image_phases, (b * parts,), x, x if offset is None else offset, weights, wave if bias is None else bias,
            wave, out, h, w, parts, blocks, *x.stride()[:3], PAD=padding, PLACED=offset is not None,

@@ -99,19 +99,23 @@ if AVAILABLE:
                             MASKED: tl.constexpr, COSINE: tl.constexpr, PLACED: tl.constexpr,
                             T: tl.constexpr):  # fmt: skip
         N: tl.constexpr = WH * WW
-        part, head, t, d = tl.program_id(0), tl.program_id(1), tl.arange(0, T), tl.arange(0, D)
+        part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+        t, d = tl.arange(0, T), tl.arange(0, D)
         keep = (t < N)[:, None]
         square = keep & (t < N)[None, :]
         factor = tl.load(scale + head) if COSINE else D**-0.5
         b = tl.load(bias + head * N * N + t[:, None] * N + t[None, :], square, 0.0)
         sum_bias = tl.zeros([T, T], tl.float32)
         sum_scale = tl.zeros([T], tl.float32)
-        for index in range(part, count, tl.num_programs(0)):  # many windows, one sum: no atomics, the same bits always
-            top, left = 0, 0
-            if PLACED:
-                image = index // ((HEIGHT // WH) * (WIDTH // WW))
-                top, left = tl.load(origin + 2 * image).to(tl.int32), tl.load(origin + 2 * image + 1).to(tl.int32)
+        top, left = 0, 0
+        if PLACED:
+            image = part // ((HEIGHT // WH) * (WIDTH // WW))
+            top, left = tl.load(origin + 2 * image).to(tl.int32), tl.load(origin + 2 * image + 1).to(tl.int32)
+        for index in range(part, count, parts):  # many windows, one sum: no atomics, the same bits always
             row, region = _window_rows(index, t, top, left, HEIGHT, WIDTH, WH, WW, SH, SW)
+            if PLACED:  # of the next window: else its tokens could not be on their way while this one is computed
+                image = tl.minimum(index + parts, count - 1) // ((HEIGHT // WH) * (WIDTH // WW))
+                top, left = tl.load(origin + 2 * image).to(tl.int32), tl.load(origin + 2 * image + 1).to(tl.int32)
             place = row[:, None] * (3 * HEADS * D) + head * D + d[None, :]
             q, k, v = (tl.load(qkv + place, keep, 0.0), tl.load(qkv + place + HEADS * D, keep, 0.0),
                        tl.load(qkv + place + 2 * HEADS * D, keep, 0.0))  # fmt: skip
