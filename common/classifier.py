@@ -108,7 +108,7 @@ class Classifier(HubModel):
             return x, offset
         pixels = anchor.prepare(pixels, embed, self.canonical)
         offset = anchor.offset(pixels, embed, self.canonical, at=offset)
-        return x if torch.is_grad_enabled() else pixels, offset
+        return x if torch.is_grad_enabled() else pixels, offset  # in training windows are read from the image itself
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         """Tokens (B, H/s, W/s, C) of stages 0..last, each with the pixel offsets (B, 2) of its grid's origin, and what
