@@ -65,12 +65,12 @@ def test_embedding_of_tokens_for_inference(monkeypatch: pytest.MonkeyPatch, laun
 
 
 @interpreted
-@pytest.mark.parametrize(("adaptive", "calls"), [(True, 2), (False, 0)])
-def test_models_use_the_kernel(monkeypatch: pytest.MonkeyPatch, launched: list[str], adaptive: bool,
-                               calls: int) -> None:  # fmt: skip
-    """CvT's embeddings of tokens, if it is adaptive; logits stay what they were."""
-    model = randomize(create_model("cvt_micro", adaptive=adaptive)).eval()
-    assert_same_logits_by_kernels(monkeypatch, model, launched, calls)
+def test_models_use_the_kernel(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
+    """CvT's two embeddings of tokens, and nothing is rolled for them; logits stay what they were."""
+    rolled = launches(monkeypatch, "rolling")
+    model = randomize(create_model("cvt_micro", adaptive=True)).eval()
+    assert_same_logits_by_kernels(monkeypatch, model, launched, 2)
+    assert not rolled
 
 
 @interpreted
