@@ -33,6 +33,7 @@ interpreted = pytest.mark.interpreted
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name != "test_interpreter.py")  # the longest first: none is left for the end
     if not kernels.INTERPRETED:
         for item in items:
             if item.get_closest_marker("interpreted"):

@@ -148,8 +148,7 @@ def test_offsets_of_any_layout(monkeypatch: pytest.MonkeyPatch, channels: int, d
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("channels", [3, 4, 5])
+@pytest.mark.parametrize(("channels", "dtype"), [(3, torch.float32), (4, torch.float16), (5, torch.float16)], ids=str)
 def test_images_are_packed_as_they_are_read(monkeypatch: pytest.MonkeyPatch, channels: int, dtype: torch.dtype) -> None:
     """To the bit, in any layout, and what is not finite stays so, though it counts as zero for the offset."""
     x = torch.randn(3, channels, 24, 20)[:, :, ::2]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import interpreted, randomize
+from conftest import interpreted, launches, randomize
 from torch import Tensor
 
 from common import kernels
@@ -80,9 +80,11 @@ def test_model(monkeypatch: pytest.MonkeyPatch) -> None:
         final, stages = model.forward_intermediates(x, return_offsets=True)
         return model.forward_head(final), [offset for _, offset in stages]
 
+    rolled = launches(monkeypatch, "rolling")
     with torch.no_grad():
         logits, offsets = run()
     assert len(anchored) == 4
+    assert rolled == 4 * ["_rolled_norm"]
     assert not anchored & set(calls)
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(kernels.base, "ENABLED", False)

@@ -5,12 +5,11 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, assert_same_logits_by_kernels, interpreted, launches, randomize
+from conftest import ROOT, interpreted, launches
 from torch import Tensor
 
 from common import kernels
 from common.kernels import fits_roll_kernel, fits_rolled_norm, rolled, rolled_norm
-from common.registry import create_model
 from common.shifts import circular_pad, roll
 from cvt.model import ConvEmbed
 
@@ -150,13 +149,6 @@ def test_embedding_of_tokens(monkeypatch: pytest.MonkeyPatch, launched: list, pl
     monkeypatch.setattr(kernels.base, "ENABLED", False)
     for got, wanted in zip(fast, run(), strict=True):
         assert torch.allclose(got, wanted, atol=1e-4, rtol=1e-4)
-
-
-@interpreted
-def test_models_use_the_kernel(monkeypatch: pytest.MonkeyPatch, launched: list) -> None:
-    """Every roll of tokens in an adaptive model is the kernel's, and its logits stay what they were."""
-    model = randomize(create_model("mvitv2_micro", adaptive=True)).eval()
-    assert_same_logits_by_kernels(monkeypatch, model, launched, 4)
 
 
 def test_torch_form() -> None:
