@@ -143,8 +143,7 @@ def test_an_image_is_packed_once(monkeypatch: pytest.MonkeyPatch, name: str) -> 
 
 
 @interpreted
-@pytest.mark.parametrize("placed", [False, True])
-@pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
+@pytest.mark.parametrize(("placed", "padding_mode"), [(False, "zeros"), (True, "zeros"), (True, "circular")])
 @pytest.mark.parametrize(("kernel", "padding", "outputs", "layout"), [
     (4, 0, 20, "planes"), (4, 0, 48, "packed"), (7, 2, 48, "packed"), (7, 3, 20, "planes"), (7, 2, 16, "channels last"),
 ])  # fmt: skip

@@ -174,8 +174,10 @@ def test_one_offset_for_all() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["norm", "norm without bias", "no norm"])
-@pytest.mark.parametrize(("channels", "outputs"), [(96, 192), (20, 40), (32, 256), (16, 300), (20, 384), (64, 384)])
+@pytest.mark.parametrize(("channels", "outputs", "kind"), [
+    (96, 192, "norm"), (20, 40, "norm"), (32, 256, "norm"), (16, 300, "norm"), (20, 384, "norm"), (64, 384, "norm"),
+    (20, 40, "norm without bias"), (96, 192, "no norm"), (16, 300, "no norm"), (64, 384, "no norm"),
+])  # fmt: skip
 @torch.no_grad()
 def test_merged_product(monkeypatch: pytest.MonkeyPatch, launched: list[str], channels: int, outputs: int,
                         kind: str) -> None:  # fmt: skip
