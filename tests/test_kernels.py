@@ -132,11 +132,16 @@ def test_an_image_is_packed_once(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     launched = launches(monkeypatch, "patches", "pixels")
     x = torch.randn(1, 5, 32, 32)
     with torch.no_grad():
-        randomize(create_model(name, adaptive=True, sketch=4)).eval().walk(x[:, :3], 0)
+        model = randomize(create_model(name, adaptive=True, sketch=4)).eval()
+        model.walk(x[:, :3], 0)
         assert launched == ["_image_phases", "_image_tokens"]
+        with torch.enable_grad():
+            model.walk(x[:, :3], 0)
+        assert launched[2:] == ["_image_phases", "_image_windows"]  # which are differentiated
+        launched.clear()
         randomize(create_model(name, adaptive=True, sketch=4, in_chans=5)).eval().walk(x, 0)
         held = ["_image_phases"] if "swin" in name else []
-        assert launched[2:] == ["_image_pixels", *held, "_image_tokens"]
+        assert launched == ["_image_pixels", *held, "_image_tokens"]
         launched.clear()
         create_model(name).eval().walk(x[:, :3], 0)
     assert launched == (["_image_tokens"] if "swin" in name else ["_image_pixels", "_image_tokens"])

@@ -286,6 +286,17 @@ def test_models_infer_through_the_merged_product(monkeypatch: pytest.MonkeyPatch
     assert launched.count("_rolled_merge") == merges
 
 
+@pytest.mark.parametrize(("images", "fits"), [(1, False), (15, False), (16, True)])
+def test_a_merged_product_of_few_patches_is_left_to_others(monkeypatch: pytest.MonkeyPatch, images: int,
+                                                           fits: bool) -> None:  # fmt: skip
+    """A few programs take as long as a hundred: a single image would wait for them."""
+    monkeypatch.setattr(merging, "INTERPRETED", False)
+    monkeypatch.setattr(merging, "usable", lambda x: True)
+    x, weight = torch.zeros(images, 56, 56, 96, dtype=torch.bfloat16), torch.zeros(192, 384)
+    with torch.no_grad():
+        assert kernels.fits_merged_product(x, weight, x.dtype) == fits
+
+
 @interpreted
 def test_what_the_merged_product_leaves_to_others() -> None:
     """Gradients, more outputs than one reading of the patches serves, a reduction or a norm that is not plain."""
