@@ -45,7 +45,7 @@ def fits_merged_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
 if AVAILABLE:
 
     @triton.jit
-    def _patches(i, height, width):
+    def patch_at(i, height, width):
         """Image of patches i, and the row and column where they begin in it, before it is rolled."""
         across = width // 2
         area = height // 2 * across
@@ -85,7 +85,7 @@ if AVAILABLE:
                       BIAS: tl.constexpr, EPS: tl.constexpr, C: tl.constexpr, T: tl.constexpr):  # fmt: skip
         i, c = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, C)
         keep = (i < count)[:, None] & (c < CHANNELS)[None, :]
-        image, top, left = _patches(tl.minimum(i, count - 1), height, width)
+        image, top, left = patch_at(tl.minimum(i, count - 1), height, width)
         top += tl.load(offset + 2 * image).to(tl.int32)
         left += tl.load(offset + 2 * image + 1).to(tl.int32)
         p0, p1, p2, p3 = _places(image, top, left, height, width, CHANNELS)
@@ -129,7 +129,7 @@ if AVAILABLE:
             place = i.to(tl.int64) * (4 * CHANNELS)
             g0, g1 = _read(grad, place, c, keep), _read(grad, place + CHANNELS, c, keep)
             g2, g3 = _read(grad, place + 2 * CHANNELS, c, keep), _read(grad, place + 3 * CHANNELS, c, keep)
-            image, top, left = _patches(tl.minimum(i, count - 1), height, width)
+            image, top, left = patch_at(tl.minimum(i, count - 1), height, width)
             top += tl.load(offset + 2 * image).to(tl.int32)
             left += tl.load(offset + 2 * image + 1).to(tl.int32)
             p0, p1, p2, p3 = _places(image, top, left, height, width, CHANNELS)
@@ -166,7 +166,7 @@ if AVAILABLE:
     def _corners(offset, start, begin, count, height, width, T: tl.constexpr):
         """Of T patches the image, the first of four tokens, both counted from image ``begin`` on, and how far the token
         below and the one to the right are from that; in 32 bits."""
-        image, top, left = _patches(tl.minimum(start + tl.arange(0, T), count - 1), height, width)
+        image, top, left = patch_at(tl.minimum(start + tl.arange(0, T), count - 1), height, width)
         top += tl.load(offset + 2 * image).to(tl.int32)
         left += tl.load(offset + 2 * image + 1).to(tl.int32)
         image -= begin

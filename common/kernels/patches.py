@@ -296,11 +296,11 @@ if AVAILABLE:
         tl.store(place + S, tl.sum(tl.reshape(toward, [R, S]), 0))
 
 
-def _reading(x: Tensor, size: int, stride: int, outputs: int, batch: int,
+def _reading(x: Tensor, size: int, stride: int, outputs: int,
              how: dict[str, int]) -> tuple[int, int, dict[str, int]]:  # fmt: skip
     """Programs for an image and for a row of its cells, and how they read it and their windows; with twice the warps
     for many outputs."""
-    c, rows, across = x.shape[1], x.shape[2] // stride, x.shape[3] // stride
+    batch, c, rows, across = x.shape[0], x.shape[1], x.shape[2] // stride, x.shape[3] // stride
     cut = _pieces(c, is_packed(x), size, stride, how)
     m, below = max(16, min(how["cells"], power(across))), how["many" if cut["BANDS"] * outputs > 128 else "rows"]
     if batch < BATCH:
@@ -331,7 +331,7 @@ def image_tokens(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor
     outputs, rows, across = weights.shape[1], h // stride, w // stride
     out = torch.empty((b, rows, across, outputs), dtype=weights.dtype, device=x.device)
     moments = torch.empty((0 if wave is None else b, 3, rows, across), dtype=torch.float32, device=x.device)
-    parts, blocks, constants = _reading(x, size, stride, outputs, b, TOKENS)
+    parts, blocks, constants = _reading(x, size, stride, outputs, TOKENS)
     n = max(16, power(outputs))
     rest = max(16, power(outputs - n // 2)) if n // 2 < outputs else 0
     n, rest = (n // 2, rest) if n // 2 + rest < n else (n, 0)
@@ -354,7 +354,7 @@ def image_phases(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor
     """
     b, _, h, w = x.shape
     r = weights.shape[1] // stride**2
-    parts, blocks, constants = _reading(x, size, stride, r * stride**2, b, PHASES)
+    parts, blocks, constants = _reading(x, size, stride, r * stride**2, PHASES)
     out = torch.empty((b, parts, 2, stride, stride), dtype=torch.float32, device=x.device)
     launch(_image_phases, (b * parts,), x, x if offset is None else offset, weights, wave if bias is None else bias,
            wave, out, h, w, parts, blocks, *x.stride()[:3], PAD=padding, PLACED=offset is not None,
