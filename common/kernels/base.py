@@ -23,6 +23,7 @@ Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ENABLED = True  # False: the torch forms everywhere, to compare with
+_COMPILED: dict[tuple, tuple[Any, list]] = {}
 
 
 def usable(x: Tensor) -> bool:
@@ -55,8 +56,25 @@ def _real(args: tuple) -> bool:
     return all(type(a) in (Tensor, nn.Parameter) for a in args if isinstance(a, Tensor))
 
 
-def launch(kernel: Any, grid: Callable | tuple, *args: Any, **constants: Any) -> None:
-    (kernel if INTERPRETED or _real(args) else wrap_triton(kernel))[grid](*args, **constants)
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Run a kernel of these arguments, all but ``constants``, the first of them a tensor. Triton takes long to find out
+    what it has compiled for them, so that is remembered here."""
+    if INTERPRETED or not _real(args):
+        (kernel if INTERPRETED else wrap_triton(kernel))[grid](*args, **constants)
+        return
+    device = args[0].device
+    if device.index != torch.cuda.current_device():  # Triton would take that one
+        with torch.cuda.device(device):
+            return launch(kernel, grid, *args, **constants)
+    like = [(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args]
+    key = kernel.fn, device.index, *like, *constants.items()
+    if key not in _COMPILED:
+        names = [parameter.name for parameter in kernel.params[len(args) :]]
+        compiled = kernel[grid](*args, **constants)
+        _COMPILED[key] = compiled, [constants[name] for name in names]
+        return
+    compiled, others = _COMPILED[key]
+    compiled[(*grid, 1, 1)[:3]](*args, *others)
 
 
 def power(n: int) -> int:
