@@ -1,4 +1,4 @@
-"""What anchors make of the weights of other modules: gathered, mixed, and kept while they stay as they are."""
+"""What is made of weights: gathered, mixed, and in inference kept while they stay as they are."""
 
 from collections.abc import Callable, Hashable
 from typing import TypeVar
@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kernels
 
-__all__ = ["kept", "product", "whole"]
+__all__ = ["forget", "kept", "product", "whole"]
 
 T = TypeVar("T")
 _KEPT = WeakTensorKeyDictionary()
@@ -25,14 +25,22 @@ def whole(parameter: Tensor) -> Tensor:
 
 def kept(make: Callable[[], T], name: Hashable, *weights: Tensor) -> T:
     """What is made of ``weights`` (new tensors: else they would hold themselves), kept with the first under a name
-    until one of them changes. Not while a graph is recorded: that is for the compiler to decide."""
-    if torch.compiler.is_compiling() or not all(type(w) in (Tensor, nn.Parameter) for w in weights):
+    until one of them changes. Not for a gradient, and not while a graph is recorded: that is for the compiler to
+    decide. What is written through ``.data`` goes unnoticed until the model is asked to ``forget``."""
+    plain = all(type(w) in (Tensor, nn.Parameter) for w in weights)
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not plain:
         return make()
     state = [(w.data_ptr(), None if w.is_inference() else w._version) for w in weights]
     known = _KEPT.setdefault(weights[0], {})
     if name not in known or known[name][0] != state:
         known[name] = state, make()
     return known[name][1]
+
+
+def forget(module: nn.Module) -> None:
+    """Drop what is kept of a module's weights."""
+    for parameter in module.parameters():
+        _KEPT.pop(parameter, None)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

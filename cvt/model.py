@@ -113,7 +113,7 @@ class ConvProjection(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor, cls_token: Tensor, origin: Tensor | None) -> Tensor:
-        weight = self.conv.weight[:, 0].permute(1, 2, 0)  # 3, 3, C
+        weight = kept(lambda: self.conv.weight[:, 0].permute(1, 2, 0).contiguous(), "depthwise", self.conv.weight)
         x = depthwise(x, weight, self.conv.stride[0], self.conv.padding_mode == "circular", origin)
         x = self.norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)  # B, tokens, C
         return self.proj(torch.cat([cls_token, x], 1) if cls_token.shape[1] else x)

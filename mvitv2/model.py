@@ -143,7 +143,7 @@ class PoolingAttention(nn.Module):
 
     def pool(self, x: Tensor, conv: nn.Conv2d, norm: nn.LayerNorm) -> Tensor:
         """Pool every head by the same kernel, and normalise: (B, H, W, heads d) -> (B, heads, H/s W/s, d)."""
-        weight = conv.weight[:, 0].permute(1, 2, 0).repeat(1, 1, self.num_heads)  # 3, 3, heads d
+        weight = kept(lambda: conv.weight[:, 0].permute(1, 2, 0).repeat(1, 1, self.num_heads), "heads", conv.weight)
         x = depthwise(x, weight, conv.stride[0], conv.padding_mode == "circular").unflatten(3, (self.num_heads, -1))
         return norm(x).to(x.dtype).flatten(1, 2).transpose(1, 2)
 
@@ -151,8 +151,10 @@ class PoolingAttention(nn.Module):
         """E as channels of queries (B, heads, queries, d): one for every row and every column of keys, in the order of
         ``places``, times sqrt(d), which the attention divides by."""
         q, scale = q.unflatten(2, (len(self.rows), len(self.columns))), q.shape[-1] ** 0.5  # B, heads, H, W, d
-        along_h = torch.einsum("bnhwd,hkd->bnhwk", q, in_eights(self.rel_pos_h[self.rows] * scale, 1))
-        along_w = torch.einsum("bnhwd,wkd->bnhwk", q, in_eights(self.rel_pos_w[self.columns] * scale, 1))
+        by_row = kept(lambda: in_eights(self.rel_pos_h[self.rows] * scale, 1), "rows", self.rel_pos_h)
+        by_column = kept(lambda: in_eights(self.rel_pos_w[self.columns] * scale, 1), "columns", self.rel_pos_w)
+        along_h = torch.einsum("bnhwd,hkd->bnhwk", q, by_row)
+        along_w = torch.einsum("bnhwd,wkd->bnhwk", q, by_column)
         return torch.cat([along_h, along_w], -1).flatten(2, 3).to(q.dtype)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from common.anchors import MergeAnchor, MergeWeights, Score
 from common.registry import defaults, register_model
+from common.weights import kept
 from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches, reduction_dtype
 from common.windows import attend_in_windows, in_whole_windows, relative_position_index
 
@@ -39,11 +40,15 @@ class WindowAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None, origin: Tensor | None) -> Tensor:
-        bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)  # heads, n, n
+        bias = kept(self.window_bias, "bias", self.relative_position_bias_table)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         dropout = self.attn_drop if self.training else 0.0
         x = attend_in_windows(qkv, bias, None, self.window, shift, mask, origin, dropout=dropout)
         return self.proj_drop(self.proj(x))
+
+    def window_bias(self) -> Tensor:
+        """(heads, n, n), of the tokens of a window."""
+        return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).contiguous()
 
 
 class SwinBlock(nn.Module):

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common.anchors import MergeAnchor, MergeWeights, Score
+from common.kernels import product_dtype
 from common.registry import defaults, register_model
+from common.weights import kept
 from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches, reduction_dtype
 from common.windows import attend_in_windows, in_whole_windows, relative_position_index
 
@@ -65,8 +67,7 @@ class WindowAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None, origin: Tensor | None) -> Tensor:
-        bias = 16 * torch.sigmoid(self.cpb_mlp(self.relative_coords_table))  # positions, heads
-        bias = bias[self.relative_position_index].permute(2, 0, 1)  # heads, n, n
+        bias = kept(self.window_bias, product_dtype(x), *self.cpb_mlp.parameters())
         qkv_bias = None
         if self.q_bias is not None and self.v_bias is not None:
             qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
@@ -79,6 +80,11 @@ class WindowAttention(nn.Module):
         dropout = self.attn_drop if self.training else 0.0
         x = attend_in_windows(qkv, bias, scale, self.window, shift, mask, origin, dropout=dropout)
         return self.proj_drop(self.proj(x))
+
+    def window_bias(self) -> Tensor:
+        """(heads, n, n), of the tokens of a window."""
+        bias = 16 * torch.sigmoid(self.cpb_mlp(self.relative_coords_table))  # positions, heads
+        return bias[self.relative_position_index].permute(2, 0, 1).contiguous()
 
 
 class SwinV2Block(nn.Module):

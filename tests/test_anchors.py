@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from common.anchors import ConvAnchor, MergeAnchor, Score, WindowAnchor, best_offset, phase_scores, token_energy
 from common.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
-from common.registry import create_model
+from common.registry import create_model, list_models
 from common.shifts import roll
 from common.upsample import unpool
-from common.weights import kept
+from common.weights import forget, kept
 from common.windowed import merge_patches
 
 SHIFTS = [*ALL_PHASES, (9, -7), (-30, 41), (56, 28)]
@@ -210,27 +210,37 @@ def test_the_helper_fails_what_is_not_equivariant() -> None:
         assert_shift_equivariant(conv, image((28, 28)), [])
 
 
+@torch.no_grad()
 def test_what_is_kept_follows_the_weights() -> None:
-    """Weights that change in place, are loaded or moved to another type are prepared anew, others not again."""
-    weight, made = nn.Parameter(torch.ones(3)), []
+    """Weights that change in place, are loaded or moved to another type are prepared anew, others not again; what is
+    written past autograd is seen once the model goes from training to evaluation. A gradient finds nothing kept."""
+    module, made = nn.Linear(3, 1), []
+    weight = module.weight
 
     def make() -> Tensor:
         made.append(1)
-        return weight.detach() * 2
+        return weight * 2
 
-    assert torch.equal(kept(make, "twice", weight), kept(make, "twice", weight))
-    assert len(made) == 1
-    with torch.no_grad():
-        weight.add_(1)
-    assert torch.equal(kept(make, "twice", weight), torch.full((3,), 4.0))
+    def twice(times: int) -> Tensor:
+        result = kept(make, "twice", weight)
+        assert len(made) == times
+        return result
+
+    assert torch.equal(twice(1), twice(1))
+    weight.add_(1)
+    assert torch.equal(twice(2), 2 * weight)
     weight.data = weight.data.double()
-    assert kept(make, "twice", weight).dtype == torch.float64
-    assert len(made) == 3
+    assert twice(3).dtype == torch.float64
     kept(make, "again", weight)
-    assert len(made) == 4
+    weight.data.add_(1)
+    twice(4)
+    forget(module)
+    assert torch.equal(twice(5), 2 * weight)
+    with torch.enable_grad():
+        assert kept(make, "twice", weight).requires_grad
 
 
-@pytest.mark.parametrize("name", ["a_swin_micro", "a_swinv2_micro", "a_cvt_micro", "a_mvitv2_micro"])
+@pytest.mark.parametrize("name", list_models("*_micro", exclude_filters="upernet_*"))
 @pytest.mark.parametrize("sketch", [0, 4])
 def test_nothing_kept_holds_a_model(name: str, sketch: int) -> None:
     """What is prepared goes with the weights it was made of; and a model with other weights chooses by those."""
@@ -242,6 +252,12 @@ def test_nothing_kept_holds_a_model(name: str, sketch: int) -> None:
         expected = other(x)
         model.load_state_dict(other.state_dict())
         assert torch.equal(model(x), expected)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)  # as some averages of weights are written
+        model.eval()
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+        assert torch.equal(model(x), other(x))
     alive = [weakref.ref(parameter) for parameter in model.parameters()]
     del model
     gc.collect()
