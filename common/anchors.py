@@ -200,7 +200,7 @@ class MergeAnchor(Anchor):
             taps, parts, others = made[0], made[1], list(made[2:] if scaled is not None else ())
         if few is not None:
             taps = taps if once else taps[: 4 * len(few)].unflatten(0, (4, -1))
-            sums, constant = parts.sum(0).unbind()
+            sums, constant = parts.unbind(1) if once else parts.sum(0).unbind()
             return MergeWeights(taps, None if norm is None else Fold(sums, constant, eps), *others)
         projection = self.rows(weight)  # r, 4C
         weight = projection if gain is None else projection * gain

@@ -80,11 +80,15 @@ Ready = Callable[[bool], tuple[Tensor, Tensor]] | None
 
 
 class Fold(NamedTuple):
-    """A LayerNorm of the patch, folded into the convolution: (W' p - mean ``sums``) / std + ``constant``."""
+    """A LayerNorm of the patch, folded into the convolution: (W' p - mean ``sums``) / std + ``constant``, (r,) each, or
+    (parts, r) for a kernel that adds these up."""
 
     sums: Tensor
     constant: Tensor
     eps: float
+
+    def whole(self) -> "Fold":
+        return self if self.sums.ndim == 1 else Fold(self.sums.sum(0), self.constant.sum(0), self.eps)
 
 
 class TokenNorm(NamedTuple):
@@ -192,6 +196,7 @@ class Anchor(nn.Module):
         t = at_every_position(x, weight, conv, None if bias is None else bias.to(weight.dtype))
         t = t if t.dtype == torch.float64 else t.float()
         if fold is not None:
+            fold = fold.whole()
             patch = torch.stack(self.moments(x.permute(0, 2, 3, 1))[:2], 1)  # 2 x 2, from each position on
             moments = circular_pad(patch, (0, 1, 0, 1))
             mean, square = F.avg_pool2d(moments, 2, stride=1).div(x.shape[1]).split(1, 1)
@@ -207,6 +212,8 @@ class Anchor(nn.Module):
         more = [] if bias is None else [bias]
         more += [] if fold is None else fold[:2]  # its two tensors
         once = kernels.fits_token_scores(tokens, len(weight), conv.kernel[0], conv.padding[0])
+        if isinstance(fold, Fold) and (ready is None or not once):
+            fold = fold.whole()
         taps, constant = kept(
             lambda: ready(once) if ready is not None else self._taps(weight, bias, fold, x.dtype, once),
             (x.dtype, once, ready is not None), weight, *more)  # fmt: skip

@@ -106,11 +106,11 @@ def test_taps_of_a_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool, on
 
     def ready(once: bool) -> tuple[Tensor, ...]:
         made = anchor._of_weights(reduction, given, torch.float32, None, once)
-        return made.taps.flatten(0, -2), made.kernel, *(made.fold[:2] if made.fold is not None else ())
+        return made.taps.flatten(0, -2), made.kernel, *(made.fold.whole()[:2] if made.fold is not None else ())
 
     def plain(once: bool) -> tuple[Tensor, ...]:
         made = anchor._of_weights(reduction, given, torch.float32, None)
         taps, _ = anchor._taps(made.kernel, None, made.fold, torch.float32, once)
-        return taps, made.kernel, *(made.fold[:2] if made.fold is not None else ())
+        return taps, made.kernel, *(made.fold.whole()[:2] if made.fold is not None else ())
 
     assert_same_taps(monkeypatch, ready, plain, once, ["_merging_weights"])

@@ -128,10 +128,17 @@ if AVAILABLE:
         return y
 
     @triton.jit
-    def _token_scores(x, taps, bias, wave, colsum, sums, squares, products, out, strips, sm, HEIGHT: tl.constexpr,
-                      HALF: tl.constexpr, CHANNELS: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr,
-                      SCALE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr,
-                      CHUNK: tl.constexpr, Q: tl.constexpr):  # fmt: skip
+    def _four_sums(parts, m, step, PARTS: tl.constexpr, P: tl.constexpr):
+        """One number for each of m outputs, four of which there are: (PARTS, 4), ``step`` apart, added up."""
+        p = tl.arange(0, P)
+        return tl.sum(tl.load(parts + (p * step)[:, None] + (m % 4)[None, :], (p < PARTS)[:, None], 0.0), 0)[None, :]
+
+    @triton.jit
+    def _token_scores(x, taps, bias, wave, colsum, sums, squares, products, out, strips, sm, step,
+                      HEIGHT: tl.constexpr, HALF: tl.constexpr, CHANNELS: tl.constexpr, SIDE: tl.constexpr,
+                      STRIDE: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+                      PARTS: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr, CHUNK: tl.constexpr,
+                      Q: tl.constexpr, P: tl.constexpr):  # fmt: skip
         """A strip of rows and those that its windows reach into, in pairs of tokens, HALF in a row.
 
         First the product of each pair with its taps, see ``in_one_pass``, is put where this program alone reads it:
@@ -208,7 +215,7 @@ if AVAILABLE:
         tl.debug_barrier()
         PHASE: tl.constexpr = Q // STRIDE  # positions of one phase of the rows, side by side
         j, m = tl.arange(0, Q), tl.arange(0, 8)  # m: which of a pair's two positions, and which output
-        add, fold = tl.load(bias + m % 4)[None, :], tl.load(colsum + m % 4)[None, :]
+        add, fold = _four_sums(bias, m, step, PARTS, P), _four_sums(colsum, m, step, PARTS, P)
         toward = tl.load(wave + m % 4)[None, :] * (2.0 / 4) ** 0.5
         energy, direction = tl.zeros([Q, 8], tl.float32), tl.zeros([Q, 8], tl.float32)
         for piece in tl.static_range((ROWS // STRIDE * HALF + PHASE - 1) // PHASE):
@@ -288,8 +295,9 @@ def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
     With ``colsum`` the convolved patch is normalised, with ``sums`` and ``squares`` alone each token, but for its mean,
     which the taps leave out.
 
-    Shapes: x (B, H, W, C), contiguous; taps (2 C, 32 or 64), see ``in_one_pass``; bias, wave and colsum (4,); sums and
-    squares (B, H, W), float32 -> (B, parts, 2, stride, stride), to be summed over the parts.
+    Shapes: x (B, H, W, C), contiguous; taps (2 C, 32 or 64), see ``in_one_pass``; wave (4,); bias and colsum (4,) or,
+    to be summed, (n, 4), of equal strides; sums and squares (B, H, W), float32 -> (B, parts, 2, stride, stride), to be
+    summed over the parts.
     """
     (b, h, w, c), how = x.shape, READINGS[x.shape[3]]
     rows = max((n for n in range(stride, h + 1, stride)
@@ -300,10 +308,12 @@ def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
     if sums is not None and squares is not None and (sums.stride() != squares.stride() or sums.stride()[1:] != (w, 1)):
         sums, squares = sums.contiguous(), squares.contiguous()
     given = [bias if tensor is None else tensor for tensor in (colsum, sums, squares)]
+    parts = bias.numel() // 4
     launch(_token_scores, (b * strips,), x, taps, bias, wave, *given, products, out, strips,
-           0 if sums is None else sums.stride(0), HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side, STRIDE=stride,
-           SCALE=sums is not None and colsum is None, NORM=colsum is not None, EPS=eps, ROWS=rows, T=how.pairs,
-           CHUNK=how.chunk, Q=32 * how.warps, num_warps=how.warps, num_stages=how.stages)  # fmt: skip
+           0 if sums is None else sums.stride(0), bias.stride(0), HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side,
+           STRIDE=stride, SCALE=sums is not None and colsum is None, NORM=colsum is not None, EPS=eps, PARTS=parts,
+           ROWS=rows, T=how.pairs, CHUNK=how.chunk, Q=32 * how.warps, P=power(parts), num_warps=how.warps,
+           num_stages=how.stages)  # fmt: skip
     return out
 
 
