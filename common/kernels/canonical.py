@@ -16,9 +16,10 @@ PRIME, BASE = 2039, 37  # integers modulo the prime are exact in float16; 37 gen
 HALF = PRIME // 2
 COPIES = 8  # of the rings: numbers per load
 TILES = {"read": 1024, "read warps": 8, "pack read": 512, "pack read warps": 8, "places": 128, "rows": 32, "side": 512,
-         "steps": 8, "choose warps": 8}  # fmt: skip
+         "programs": 64, "steps": 8, "choose warps": 8}  # fmt: skip
 """Pixels per program of ``_read``, two of them per thread if they are packed, which are 16 bytes; M and K of
-``_describe`` up to 256 x 256 pixels, and up to what side it makes r itself; loads under way in ``_turn``."""
+``_describe`` up to 256 x 256 pixels, up to what side it makes r itself, and programs that M is halved for; loads
+under way in ``_turn``."""
 
 
 def peak(n: int) -> int:
@@ -272,6 +273,8 @@ def canonical_place(x: Tensor, kernel: Tensor, dtype: torch.dtype | None) -> tup
                num_warps=8 if tall * m > 64**2 else 4, num_stages=3)  # fmt: skip
     else:  # v stays in shared memory, m places for every pixel of a row, beside k rows of pixels
         m, k = min(m, 2**15 // across), max(16, min(k, TILES["rows"] * 256 // across))
+        while m > 16 and b * -(-w // m) < TILES["programs"]:  # a few images: their time is that of one program
+            m, n = m // 2, min(n, 128)
     tiles = -(-w // m)
     seen = tiles * m // 16
     d = torch.empty((b, seen, h), dtype=torch.float32, device=x.device)
