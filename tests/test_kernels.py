@@ -1,12 +1,15 @@
 """The Triton kernels of attention, scores and embeddings against their torch forms."""
 
 import sys
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import both, interpreted, launches, randomize
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from common import create_model, kernels
 from common.anchors import ConvAnchor, Fold, MergeAnchor, Strided, TokenNorm, WindowAnchor, best_offset
@@ -16,6 +19,81 @@ from common.weights import product
 from common.windowed import merge_patches
 from common.windows import attend_in_windows, shifted_window_mask
 from cvt.model import KeyValueAnchor
+
+if kernels.AVAILABLE:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+
+def test_a_kernel_is_compiled_once_for_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is launched again for tensors of the same types and alignment, equal numbers and constants; no others."""
+    compiled, launched = [], []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args: launched.append((grid, *args))
+
+    class Kernel:
+        fn, params = object(), [SimpleNamespace(name=name) for name in ("x", "n", "SIZE", "WIDE")]
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*args: Any, **constants: Any) -> Compiled:
+                compiled.append((grid, args, constants))
+                return Compiled()
+
+            return run
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as tensors here have no number of a device
+    monkeypatch.setattr(kernels.base, "INTERPRETED", False)
+    kernel, x = Kernel(), torch.zeros(64)
+    kernels.base.launch(kernel, (2,), x, 5, WIDE=True, SIZE=3, num_warps=4)
+    assert compiled == [((2,), (x, 5), {"WIDE": True, "SIZE": 3, "num_warps": 4})]
+    kernels.base.launch(kernel, (3, 2), x[4:], 5, WIDE=True, SIZE=3, num_warps=4)
+    assert len(compiled) == 1
+    assert [launched[0][0], *launched[0][2:]] == [(3, 2, 1), 5, 3, True]
+    assert torch.equal(launched[0][1], x[4:])
+    for others, (tensor, n, size, warps) in enumerate(
+        [(x[1:], 5, 3, 4), (x.double(), 5, 3, 4), (x, 6, 3, 4), (x, 5, 4, 4), (x, 5, 3, 8)], start=2
+    ):
+        kernels.base.launch(kernel, (2,), tensor, n, WIDE=True, SIZE=size, num_warps=warps)
+        assert len(compiled) == others
+    assert len(launched) == 1
+
+
+IMAGE = {"canonical_place": 1, "image_phases": 1, "image_tokens": 1}
+WINDOWS = {"window_attention": 12, "best_window": 3, "merging_weights": 3, "token_scores": 3, "merged_product": 3}
+
+
+@pytest.mark.skipif(not kernels.AVAILABLE or kernels.INTERPRETED, reason="needs Triton, as a compiler sees it")
+@pytest.mark.parametrize(("name", "expected"), [
+    ("swin_tiny", {"image_tokens": 1, "window_attention": 12}),
+    ("a_swin_tiny", {**IMAGE, **WINDOWS, "sketched": 1, "best_phase": 4}),
+    ("a_swinv2_tiny", {**IMAGE, **WINDOWS, "sketched": 1, "best_phase": 4}),
+    ("a_cvt_13", {**IMAGE, "sketched": 3, "best_phase": 6, "token_scores": 5, "depthwise": 39, "depthwise_taps": 3,
+                  "convolution_taps": 2, "convolved": 1, "rolled": 1}),
+    ("a_mvitv2_tiny", {**IMAGE, "sketched": 6, "best_phase": 6, "token_scores": 5, "depthwise": 30, "pooled_taps": 5,
+                       "rolled_norm": 5}),
+])  # fmt: skip
+@torch.inference_mode()
+def test_compilers_see_one_graph(monkeypatch: pytest.MonkeyPatch, name: str, expected: dict[str, int]) -> None:
+    """What decides between kernels breaks no graph, and a batch for a GPU in half precision gets these. Nothing runs:
+    a GPU is made believe."""
+    gpu = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
+    monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
+    for module in list(sys.modules.values()):
+        if module.__name__.split(".")[0] in ("common", "swin", "swinv2", "cvt", "mvitv2") and hasattr(module, "usable"):
+            monkeypatch.setattr(module, "usable", lambda x: True)
+    found: Counter[str] = Counter()
+
+    def see(graph: GraphModule, inputs: list[Tensor]) -> Any:
+        called = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        found.update(target.split(".")[1] for target in called if target.startswith("shift_vits."))
+        return lambda *args: (torch.zeros(128, 1000),)
+
+    model = create_model(name).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(model, fullgraph=True, backend=see)(torch.zeros(128, 3, *model.img_size))
+    assert found == expected
 
 
 @interpreted
