@@ -30,7 +30,10 @@ def kept(make: Callable[[], T], name: Hashable, *weights: Tensor) -> T:
     plain = all(type(w) in (Tensor, nn.Parameter) for w in weights)
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not plain:
         return make()
-    state = [(w.data_ptr(), None if w.is_inference() else w._version) for w in weights]
+    try:
+        state = [(w.data_ptr(), None if w.is_inference() else w._version) for w in weights]
+    except RuntimeError:  # of several models at once (torch.func.vmap): no weights of their own
+        return make()
     known = _KEPT.setdefault(weights[0], {})
     if name not in known or known[name][0] != state:
         known[name] = state, make()

@@ -1,4 +1,4 @@
-"""timm: our models under timm's ``create_model``, and timm's models made adaptive by one line."""
+"""timm: our models under its name, and its models made adaptive by one line. torch.func: several models at once."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ import timm
 import torch
 from conftest import randomize
 from timm.data import resolve_data_config
+from torch import Tensor
+from torch.func import functional_call, stack_module_state, vmap
 
 from common import adapt, create_model, list_models
 from common.equivariance import assert_shift_equivariant, shift_error
@@ -105,3 +107,20 @@ def test_what_cannot_be_adapted_is_refused_and_left_alone() -> None:
     assert type(other).__module__.startswith("timm.")
     with pytest.raises(TypeError, match="before it is compiled or wrapped"):
         adapt(torch.nn.DataParallel(model))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", list_models("*_micro", exclude_filters="upernet_*"))
+@torch.no_grad()
+def test_several_models_at_once(name: str) -> None:
+    """An ensemble by ``vmap`` over stacked weights gives what each model gives."""
+    models = [randomize(create_model(name), seed).eval() for seed in range(2)]
+    weights, buffers = stack_module_state(models)  # type: ignore[arg-type]
+    skeleton, x = create_model(name).eval().to("meta"), torch.randn(2, 3, 32, 32)
+
+    def call(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
+        return functional_call(skeleton, (weights, buffers), (x,))
+
+    found = vmap(call)(weights, buffers)
+    for one, model in zip(found, models, strict=True):
+        assert torch.allclose(one, model(x), atol=1e-5, rtol=1e-4)
