@@ -77,7 +77,7 @@ WINDOWS = {"window_attention": 12, "best_window": 3, "merging_weights": 3, "toke
 @torch.inference_mode()
 def test_compilers_see_one_graph(monkeypatch: pytest.MonkeyPatch, name: str, expected: dict[str, int]) -> None:
     """What decides between kernels breaks no graph, and a batch for a GPU in half precision gets these. Nothing runs:
-    a GPU is made believe."""
+    the GPU is a pretended one."""
     gpu = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
     monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
     for module in list(sys.modules.values()):
