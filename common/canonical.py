@@ -5,21 +5,16 @@ bits, and a near tie between two anchors may then fall the other way. The canoni
 the image through integers only, each small enough for the number format that it is summed in, so its choice does not
 depend on the order of any sum, on the device or on the precision of the model.
 
-Any o with o(roll(x, s)) = o(x) - s would do. This one, with fixed random kernels u, v, y, z (indices are circular):
+Any o with o(roll(x, s)) = o(x) - s would do. This one, with fixed random kernels y and z (indices are circular):
 
     g[h, w] = polynomial in 37 of the channels' round(1024 x), modulo the prime 2039   what a pixel is
-    r[h, w] = sum_j g[h, j] v[j - w], modulo 2039                                      its row as seen from there
-    d[h]    = max_w sum_i r[i, w] u[i - h]                                             the image as seen from row h
-    row     = argmax_h sum_i d[i] y[i - h]
-    column  = argmax_w sum_ij g[i, j] y[i - row] z[j - w]
+    d[h]    = sum_w g[h, w]                                                            what a row is, wherever it begins
+    rows    = those with the largest sum_i d[i] y[i - h]                               as a rule there is one
+    o       = argmax_(h in rows, w) sum_ij g[i, j] y[i - h] z[j - w]
 
-The two large products have factors below 2^11 and sums below 2^23: exact in float16 with float32 sums, on matrix units.
-The last two lines are small and taken in 64 bits.
-
-Why places tie only where the torus looks the same from both: d[h] is a hash of all that is seen from row h, up to a
-horizontal shift. Two rows share their score where d, read from either, is one sequence; all H hashes agree where the
-image does, moved by (h' - h, some w). The column then asks the same of w. Any one hash may agree by accident, and the
-scores, of 30 bits and more, hardly ever do. Among places that tie for a reason the first is taken: all give one array.
+Whatever d is, this holds: it only saves us the last line at all rows. That is a hash, of 40 bits and more, of all that
+is seen from a place. So places tie where the torus looks the same from both, and hardly ever else; the first of these
+is taken, and all give one array. An image such as a checkerboard has many best rows, and takes longer.
 
 What is read as one colour is not told apart: values that differ by less than 1/1024 or by a multiple of 256, and by
 accident one pair of colours in 2,039. An image that repeats but for such differences may come to rest at any repeat.
@@ -34,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from .kernels.canonical import BASE, HALF, PRIME, peak
+from .kernels.canonical import BASE, HALF, PRIME
 from .shifts import roll
 
 __all__ = ["Canonical"]
@@ -55,10 +50,8 @@ class Canonical(nn.Module):
         if not 0 < max_side <= LIMIT:
             raise ValueError(f"the canonical anchor is exact up to {LIMIT} pixels per side, got max_side={max_side}")
         generator = torch.Generator().manual_seed(2024)
-        coarse = torch.randint(2**20, (2, max_side), generator=generator)  # u, v: cut to size by ``_circulant``
         # y, z: all different, so that two equal objects at any distance are told apart; positive, so that few cancel
-        fine = torch.stack([torch.randperm(2**15, generator=generator)[:max_side] + 1 for _ in range(2)])
-        kernel = torch.cat([coarse, fine]).int()
+        kernel = torch.stack([torch.randperm(2**15, generator=generator)[:max_side] + 1 for _ in range(2)]).int()
         self.register_buffer("kernel", kernel, persistent=False)  # integers: .half() leaves them alone
 
     @overload
@@ -81,23 +74,22 @@ class Canonical(nn.Module):
         return offset if packed is None else (offset, x)
 
     def _choose(self, x: Tensor) -> Tensor:
-        _, _, height, width = x.shape
-        g, mps = read(x), x.device.type == "mps"
-        wide = torch.float32 if mps else torch.float64  # exact in both; MPS has no float64
-        with torch.autocast(x.device.type, enabled=False):
-            r = residue(g.to(wide) @ self._circulant(1, width).T.to(wide), passes=2 if mps else 1)
-            d = (self._circulant(0, height).to(wide) @ r).amax(2).long()  # B, H
-        rows, columns = self._circulant(2, height), self._circulant(3, width)
-        row = (d[:, None] * rows).sum(2).argmax(1)
-        s = (g.long() * rows[row][:, :, None]).sum(1)  # B, W
-        column = (s[:, None] * columns).sum(2).argmax(1)
-        return torch.stack([row, column], 1)
+        if x.device.type == "mps":  # has no float64, and less would not be exact
+            return self._choose(x.cpu()).to(x.device)
+        g, width = read(x), x.shape[3]
+        rows, columns = (self._circulant(which, side) for which, side in enumerate(x.shape[2:]))
+        best = (g.sum(2).long()[:, None] * rows).sum(2)  # B, H
+        best = best == best.amax(1, keepdim=True)
+        seen = rows.double() @ g.double()  # B, H, W: below 2^36, in two digits then, as sums of 2^53 are exact
+        upper = (seen * 2**-18).floor()
+        upper, lower = ((digit @ columns.T.double()).long() for digit in (upper, seen - upper * 2**18))
+        scores = torch.where(best[:, :, None], upper * 2**18 + lower, torch.iinfo(torch.int64).min)
+        place = scores.flatten(1).argmax(1)
+        return torch.stack([place // width, place % width], 1)
 
     def _circulant(self, which: int, n: int) -> Tensor:
         """(n, n) matrix C[i, j] = k[j - i]: ``C @ a`` correlates a with the kernel k."""
-        k, top = self.kernel[which, :n].long(), peak(n)
-        k = k % (2 * top + 1) - top if which < 2 else k
-        i = torch.arange(n, device=k.device)
+        k, i = self.kernel[which, :n].long(), torch.arange(n, device=self.kernel.device)
         return k[(i - i[:, None]) % n]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,12 +112,7 @@ def read(x: Tensor) -> Tensor:
     return g
 
 
-def residue(t: Tensor, passes: int = 1) -> Tensor:
-    """Whole numbers modulo the prime, less half of it.
-
-    The quotient is taken half a step off whole numbers, so that its rounding does not matter: up to 2^18 in float32 and
-    2^40 in float64, or in a second pass up to 2^23 in float32.
-    """
-    for _ in range(passes):
-        t = t - (t + 0.5).mul_(1 / PRIME).floor_().mul_(PRIME)
-    return t.sub_(HALF)
+def residue(t: Tensor) -> Tensor:
+    """Whole numbers up to 2^18 in float32 modulo the prime, less half of it. The quotient is taken half a step off whole
+    numbers, so that its rounding does not matter."""
+    return t - (t + 0.5).mul_(1 / PRIME).floor_().mul_(PRIME) - HALF

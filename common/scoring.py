@@ -175,8 +175,7 @@ class Anchor(nn.Module):
                fold: Fold | TokenNorm | None = None, fast: bool = False, ready: Ready = None) -> Tensor:  # fmt: skip
         """(B, 2) offsets of the best phase of a strided convolution: see ``phases``."""
         if fast and kernels.fits_token_kernel(x, weight, conv.stride):
-            parts = self._parts(x, weight, conv, bias, fold, ready)
-            return kernels.best_phase(parts, conv.stride[0], math.prod(x.shape[2:]), self.score == "signed")
+            return self._by_kernel(x, weight, conv, bias, fold, ready, choose=True)
         return best_offset(self.phases(x, weight, conv, bias, fold, fast))
 
     def phases(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None,
@@ -185,7 +184,7 @@ class Anchor(nn.Module):
         place of its own and, with ``fold``, of normalised patches or tokens. Where kernels score and ``ready`` makes
         what they take, weight and bias say only when to make it again: a compiler leaves them out."""
         if fast and kernels.fits_token_kernel(x, weight, conv.stride):
-            energy, toward = self._parts(x, weight, conv, bias, fold, ready).double().sum(1).unbind(1)
+            energy, toward = self._by_kernel(x, weight, conv, bias, fold, ready).double().sum(1).unbind(1)
             rms = (energy.sum((1, 2), keepdim=True) / math.prod(x.shape[2:])).sqrt()
             return energy if self.score == "energy" else energy + 0.01 * rms * toward
         if isinstance(fold, TokenNorm):
@@ -204,10 +203,11 @@ class Anchor(nn.Module):
             t = (t - mean * fold.sums.view(1, -1, 1, 1)) * inverse_std + fold.constant.view(1, -1, 1, 1)
         return phase_scores(token_energy(t, self.score, 1), conv.stride)
 
-    def _parts(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, fold: Fold | TokenNorm | None,
-               ready: Ready) -> Tensor:  # fmt: skip
-        """Energy and direction per phase: partial sums (B, parts, 2, s, s), by one kernel or by a product and one."""
-        tokens, channels = x.permute(0, 2, 3, 1), x.shape[1]
+    def _by_kernel(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, fold: Fold | TokenNorm | None,
+                   ready: Ready, choose: bool = False) -> Tensor:  # fmt: skip
+        """Energy and direction per phase: partial sums (B, parts, 2, s, s), by one kernel or by a product and one. Or
+        the best phase (B, 2)."""
+        tokens, channels, stride, signed = x.permute(0, 2, 3, 1), x.shape[1], conv.stride[0], self.score == "signed"
         scale, colsum, total, square, eps = None, None, None, None, 0.0
         more = [] if bias is None else [bias]
         more += [] if fold is None else fold[:2]  # its two tensors
@@ -222,13 +222,14 @@ class Anchor(nn.Module):
             total, square, _ = self.moments(tokens) if known is None else known.unbind(1)
             colsum, eps = None if isinstance(fold, TokenNorm) else fold.sums.float(), fold.eps
         if once:
-            return kernels.token_scores(tokens, taps, constant, self.wave, colsum, total, square, conv.kernel[0],
-                                        conv.stride[0], eps)  # fmt: skip
+            given = tokens, taps, constant, self.wave, colsum, total, square, conv.kernel[0], stride, eps
+            return kernels.best_of_tokens(*given, signed) if choose else kernels.token_scores(*given)
         if total is not None and square is not None and colsum is None:
             scale = (square / channels - (total / channels).square()).clamp_min(0).add(eps).rsqrt()
         y = F.linear(tokens, taps)  # every token by every tap, B, H, W, k k r
-        return kernels.token_energies(y, constant, self.wave, scale, colsum, total, square, channels, conv.kernel[0],
-                                      conv.padding[0], conv.stride[0], eps)  # fmt: skip
+        parts = kernels.token_energies(y, constant, self.wave, scale, colsum, total, square, channels, conv.kernel[0],
+                                       conv.padding[0], stride, eps)  # fmt: skip
+        return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), signed) if choose else parts
 
     def _taps(self, weight: Tensor, bias: Tensor | None, fold: Fold | TokenNorm | None, dtype: torch.dtype,
               once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip

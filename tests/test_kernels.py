@@ -61,18 +61,19 @@ def test_a_kernel_is_compiled_once_for_its_arguments(monkeypatch: pytest.MonkeyP
 
 
 IMAGE = {"canonical_place": 1, "image_phases": 1, "image_tokens": 1}
-WINDOWS = {"window_attention": 12, "best_window": 3, "merging_weights": 3, "token_scores": 3, "merged_product": 3}
+WINDOWS = {"window_attention": 12, "best_window": 3, "merging_weights": 3, "token_scores": 1, "token_choice": 2,
+           "merged_product": 3}  # fmt: skip
 
 
 @pytest.mark.skipif(not kernels.AVAILABLE or kernels.INTERPRETED, reason="needs Triton, as a compiler sees it")
 @pytest.mark.parametrize(("name", "expected"), [
     ("swin_tiny", {"image_tokens": 1, "window_attention": 12}),
-    ("a_swin_tiny", {**IMAGE, **WINDOWS, "sketched": 1, "best_phase": 4}),
-    ("a_swinv2_tiny", {**IMAGE, **WINDOWS, "sketched": 1, "best_phase": 4}),
-    ("a_cvt_13", {**IMAGE, "sketched": 3, "best_phase": 6, "token_scores": 5, "depthwise": 39, "depthwise_taps": 3,
-                  "convolution_taps": 2, "convolved": 1, "rolled": 1}),
-    ("a_mvitv2_tiny", {**IMAGE, "sketched": 6, "best_phase": 6, "token_scores": 5, "depthwise": 30, "pooled_taps": 5,
-                       "rolled_norm": 5}),
+    ("a_swin_tiny", {**IMAGE, **WINDOWS, "sketched": 1, "best_phase": 2}),
+    ("a_swinv2_tiny", {**IMAGE, **WINDOWS, "sketched": 1, "best_phase": 2}),
+    ("a_cvt_13", {**IMAGE, "sketched": 3, "best_phase": 3, "token_scores": 2, "token_choice": 3, "depthwise": 39,
+                  "depthwise_taps": 3, "convolution_taps": 2, "convolved": 1, "rolled": 1}),
+    ("a_mvitv2_tiny", {**IMAGE, "sketched": 6, "best_phase": 3, "token_scores": 2, "token_choice": 3, "depthwise": 30,
+                       "pooled_taps": 5, "rolled_norm": 5}),
 ])  # fmt: skip
 @torch.inference_mode()
 def test_compilers_see_one_graph(monkeypatch: pytest.MonkeyPatch, name: str, expected: dict[str, int]) -> None:
@@ -330,12 +331,18 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
         fold = TokenNorm(torch.randn(channels), torch.randn(channels), 1e-6)
     elif norm == "patch":
         fold = Fold(weight.sum((1, 2, 3)), bias, 1e-5)
-    launched = launches(monkeypatch, "tokens")
+    launched = launches(monkeypatch, "tokens", "scores")
+    added = None if norm == "patch" else bias
 
     def run() -> Tensor:
-        return anchor.phases(x, weight, conv, None if norm == "patch" else bias, fold, fast=True)
+        return anchor.phases(x, weight, conv, added, fold, fast=True)
 
     fast = run()
+    for score in ("signed", "energy"):
+        other = ConvAnchor(score=score, sketch=4)
+        chosen = other.choose(x, weight, conv, added, fold, fast=True)
+        assert torch.equal(chosen, best_offset(other.phases(x, weight, conv, added, fold, fast=True)))
+    assert ("_best_phase" in launched) == (programs > 1)
     assert "_token_scores" in launched
     assert "_token_energies" not in launched
     with monkeypatch.context() as patch:

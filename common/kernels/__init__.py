@@ -10,13 +10,21 @@ from .pixels import fits_image_windows, image_windows, packed
 from .rolling import fits_roll_kernel, fits_rolled_norm, rolled, rolled_norm
 from .scores import best_phase, best_window, fits_window_scores, token_moments
 from .sketching import convolution_taps, depthwise_taps, fits_sketch, merging_weights, pooled_taps, sketched
-from .tokens import fits_token_kernel, fits_token_scores, in_one_pass, token_energies, token_scores
+from .tokens import (
+    best_of_tokens,
+    fits_token_kernel,
+    fits_token_scores,
+    in_one_pass,
+    token_energies,
+    token_scores,
+)
 from .windows import fits_window_kernel, window_attention
 
 __all__ = [
     "AVAILABLE",
     "INTERPRETED",
     "all_phases",
+    "best_of_tokens",
     "best_phase",
     "best_window",
     "canonical_offset",

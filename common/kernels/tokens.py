@@ -1,6 +1,6 @@
 """Energies of a strided convolution of tokens at every position, summed per phase.
 
-- ``token_scores``: in one launch, which reads each token once.
+- ``token_scores``: in one launch, which reads each token once; and ``best_of_tokens``, which chooses, too.
 - ``token_energies``: from the product of each token with all taps.
 """
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import AVAILABLE, INTERPRETED, launch, operator, power, usable
+from .scores import best_phase
 
 if AVAILABLE:
     import triton
@@ -18,7 +19,7 @@ if AVAILABLE:
 
     from .base import around
 
-__all__ = ["fits_token_kernel", "fits_token_scores", "in_one_pass", "token_energies", "token_scores"]
+__all__ = ["best_of_tokens", "fits_token_kernel", "fits_token_scores", "in_one_pass", "token_energies", "token_scores"]
 
 STRIP = 8  # rows that one program of ``token_energies`` takes; fewer for a few images, to leave no device idle
 LONGEST = 2048  # tokens in a strip of ``token_scores``
@@ -137,14 +138,14 @@ if AVAILABLE:
     def _token_scores(x, taps, bias, wave, colsum, sums, squares, products, out, strips, sm, step,
                       HEIGHT: tl.constexpr, HALF: tl.constexpr, CHANNELS: tl.constexpr, SIDE: tl.constexpr,
                       STRIDE: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-                      PARTS: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr, CHUNK: tl.constexpr,
-                      Q: tl.constexpr, P: tl.constexpr):  # fmt: skip
+                      PARTS: tl.constexpr, CHOOSE: tl.constexpr, SIGNED: tl.constexpr, ROWS: tl.constexpr,
+                      T: tl.constexpr, CHUNK: tl.constexpr, Q: tl.constexpr, P: tl.constexpr):  # fmt: skip
         """A strip of rows and those that its windows reach into, in pairs of tokens, HALF in a row.
 
         First the product of each pair with its taps, see ``in_one_pass``, is put where this program alone reads it:
         for each row of the kernel, what goes to the pair on the right and what stays, each for two positions. Then
         positions collect what is theirs. Those of a pair are its first token's and the one's before it: so all that
-        moves moves to the right.
+        moves moves to the right. A strip that is a whole image can CHOOSE, as ``best_phase`` does.
         """
         WHOLE: tl.constexpr = ROWS == HEIGHT  # no rows beyond the strip: the torus closes in it
         COUNT: tl.constexpr = (ROWS if WHOLE else ROWS + SIDE - 1) * HALF
@@ -246,19 +247,30 @@ if AVAILABLE:
             t = tl.where(valid[:, None], t + add, 0.0)
             energy += t * t
             direction += t
-        _store_scores(out, energy, Q, STRIDE)
-        _store_scores(out + STRIDE * STRIDE, direction * toward, Q, STRIDE)
+        energy, direction = _by_phase(energy, Q, STRIDE), _by_phase(direction * toward, Q, STRIDE)
+        n = tl.arange(0, STRIDE)
+        column = (n - n % 2 * 2 + STRIDE) % STRIDE  # the second position is the one before the first
+        phase = tl.arange(0, STRIDE)[:, None] * STRIDE + column[None, :]
+        if CHOOSE:
+            score = energy.to(tl.float64)
+            if SIGNED:
+                level = tl.sqrt(tl.sum(tl.sum(score, 1), 0) / (HEIGHT * HALF * 2))
+                score += 0.01 * level * direction.to(tl.float64)
+            highest = tl.max(tl.max(score, 1), 0)
+            best = tl.min(tl.min(tl.where(score == highest, phase, STRIDE * STRIDE - 1), 1), 0)
+            tl.store(out + 2 * image, (best // STRIDE).to(tl.int64))
+            tl.store(out + 2 * image + 1, (best % STRIDE).to(tl.int64))
+        else:
+            place = out + tl.program_id(0) * (2 * STRIDE * STRIDE) + phase
+            tl.store(place, energy)
+            tl.store(place + STRIDE * STRIDE, direction)
 
     @triton.jit
-    def _store_scores(out, score, Q: tl.constexpr, STRIDE: tl.constexpr):
+    def _by_phase(score, Q: tl.constexpr, STRIDE: tl.constexpr):
         """Sums per phase: of rows, of pairs, which alternate at stride 4, and of their two positions."""
         ALTERNATE: tl.constexpr = STRIDE // 2
         score = tl.sum(tl.reshape(score, [STRIDE, Q // STRIDE // ALTERNATE, ALTERNATE * 8]), 1)
-        score = tl.sum(tl.reshape(score, [STRIDE, ALTERNATE * 2, 4]), 2)
-        n = tl.arange(0, ALTERNATE * 2)
-        column = (n - n % 2 * 2 + STRIDE) % STRIDE  # the second position is the one before the first
-        place = out + tl.program_id(0) * (2 * STRIDE * STRIDE) + tl.arange(0, STRIDE)[:, None] * STRIDE
-        tl.store(place + column[None, :], score)
+        return tl.sum(tl.reshape(score, [STRIDE, STRIDE, 4]), 2)
 
 
 @operator("shift_vits::token_energies")
@@ -299,11 +311,43 @@ def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
     to be summed, (n, 4), of equal strides; sums and squares (B, H, W), float32 -> (B, parts, 2, stride, stride), to be
     summed over the parts.
     """
-    (b, h, w, c), how = x.shape, READINGS[x.shape[3]]
-    rows = max((n for n in range(stride, h + 1, stride)
-                if not h % n and b * h // n >= how.programs and n * w <= LONGEST), default=stride)  # fmt: skip
-    strips, read = h // rows, rows if rows == h else rows + side - 1
+    b, strips = x.shape[0], x.shape[1] // _rows(x, stride)
     out = torch.empty((b, strips, 2, stride, stride), dtype=torch.float32, device=x.device)
+    _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, out, False, False)
+    return out
+
+
+def best_of_tokens(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
+                   squares: Tensor | None, side: int, stride: int, eps: float, signed: bool) -> Tensor:  # fmt: skip
+    """The ``best_phase`` (B, 2) of ``token_scores``: by the same kernel, where its programs have a whole image each."""
+    given = x, taps, bias, wave, colsum, sums, squares, side, stride, eps
+    if _rows(x, stride) == x.shape[1]:
+        return token_choice(*given, signed)
+    return best_phase(token_scores(*given), stride, x.shape[1] * x.shape[2], signed)
+
+
+@operator("shift_vits::token_choice")
+def token_choice(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
+                 squares: Tensor | None, side: int, stride: int, eps: float, signed: bool) -> Tensor:  # fmt: skip
+    out = torch.empty((x.shape[0], 2), dtype=torch.int64, device=x.device)
+    _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, out, True, signed)
+    return out
+
+
+def _rows(x: Tensor, stride: int) -> int:
+    """Of one strip: as many as leave enough programs."""
+    (b, h, w, c), longest = x.shape, stride
+    for n in range(stride, h + 1, stride):
+        if h % n == 0 and b * h // n >= READINGS[c].programs and n * w <= LONGEST:
+            longest = n
+    return longest
+
+
+def _score(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
+           squares: Tensor | None, side: int, stride: int, eps: float, out: Tensor, choose: bool,
+           signed: bool) -> None:  # fmt: skip
+    (b, h, w, c), how, rows = x.shape, READINGS[x.shape[3]], _rows(x, stride)
+    strips, read = h // rows, rows if rows == h else rows + side - 1
     products = torch.empty((b * strips, read * w // 2, 16 * side), dtype=x.dtype, device=x.device)
     if sums is not None and squares is not None and (sums.stride() != squares.stride() or sums.stride()[1:] != (w, 1)):
         sums, squares = sums.contiguous(), squares.contiguous()
@@ -312,9 +356,8 @@ def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
     launch(_token_scores, (b * strips,), x, taps, bias, wave, *given, products, out, strips,
            0 if sums is None else sums.stride(0), bias.stride(0), HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side,
            STRIDE=stride, SCALE=sums is not None and colsum is None, NORM=colsum is not None, EPS=eps, PARTS=parts,
-           ROWS=rows, T=how.pairs, CHUNK=how.chunk, Q=32 * how.warps, P=power(parts), num_warps=how.warps,
-           num_stages=how.stages)  # fmt: skip
-    return out
+           CHOOSE=choose, SIGNED=signed, ROWS=rows, T=how.pairs, CHUNK=how.chunk, Q=32 * how.warps, P=power(parts),
+           num_warps=how.warps, num_stages=how.stages)  # fmt: skip
 
 
 def in_one_pass(weight: Tensor) -> Tensor:
