@@ -113,6 +113,6 @@ def read(x: Tensor) -> Tensor:
 
 
 def residue(t: Tensor) -> Tensor:
-    """Whole numbers up to 2^18 in float32 modulo the prime, less half of it. The quotient is taken half a step off whole
-    numbers, so that its rounding does not matter."""
+    """Whole numbers up to 2^18 in float32 modulo the prime, less half of it. The quotient is taken half a step off
+    whole numbers, so that its rounding does not matter."""
     return t - (t + 0.5).mul_(1 / PRIME).floor_().mul_(PRIME) - HALF

@@ -146,7 +146,7 @@ def test_offsets_of_hard_images(monkeypatch: pytest.MonkeyPatch, size: tuple[int
 
 @interpreted
 def test_images_that_repeat_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row of a flat image, two of a checkerboard, all of one that is sheared. Lost otherwise: time, if it is black."""
+    """One row of a flat image, two of a checkerboard, all of one that is sheared. Lost otherwise: time, for black."""
     i, j = torch.arange(12)[:, None], torch.arange(10)
     images = {"flat": 0 * (i + j), "checkerboard": (i + j) % 2, "sheared": (j + i * i) % 10 < 3}
     counts, turn = dict.fromkeys(images, -1), kernels.canonical._turn  # the first turn finds the rows

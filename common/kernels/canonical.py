@@ -128,17 +128,21 @@ if AVAILABLE:
         return tl.where(w < n, score, -0x7FFFFFFFFFFFFFFF)
 
     @triton.jit
+    def _tile(pixels, i, j, height, width):
+        """Pixels in rows i and columns j, zero beyond the last."""
+        return tl.load(pixels + i[:, None] * width + j[None, :], (i < height)[:, None] & (j < width)[None, :], 0.0)
+
+    @triton.jit
     def _repeats(pixels, rows, height, width, N: tl.constexpr):
         """Whether an image is the same so many rows further down."""
         different = 0
         for start in range(0, height, 16):
             i = start + tl.arange(0, 16)
-            for first in range(0, width, N):
-                j = first + tl.arange(0, N)
-                keep = (i < height)[:, None] & (j < width)[None, :]
-                here = tl.load(pixels + (i * width)[:, None] + j[None, :], keep, 0.0)
-                there = tl.load(pixels + (around(i + rows, height) * width)[:, None] + j[None, :], keep, 0.0)
-                different += tl.sum(tl.sum((here != there).to(tl.int32), 1), 0)
+            there = tl.where(i < height, around(i + rows, height), height)
+            for left in range(0, width, N):
+                j = left + tl.arange(0, N)
+                same = _tile(pixels, i, j, height, width) == _tile(pixels, there, j, height, width)
+                different += tl.sum(tl.sum((~same).to(tl.int32), 1), 0)
         return different == 0
 
     @triton.jit
@@ -152,8 +156,8 @@ if AVAILABLE:
         3 * 1019 * 2048 < 2^23, exact in float32. An image of one tile is on its way while the row is being found."""
         image, h, w = tl.program_id(0), tl.arange(0, TH), tl.arange(0, TW)
         pixels, sums = g + image.to(tl.int64) * height * width, s + image * (2 * width)
-        i, j = tl.arange(0, K), tl.arange(0, N)
-        tile = tl.load(pixels + i[:, None] * width + j[None, :], (i < height)[:, None] & (j < width)[None, :], 0.0)
+        if TH <= K and TW <= N:
+            tile = _tile(pixels, tl.arange(0, K), tl.arange(0, N), height, width)
         score = _turn(d + image * (PARTS * height), fine, height, TH, FEW, STEPS, PARTS, False, COPIES)
         rows = tl.where(score == tl.max(score, 0), h, height)
         first = tl.min(rows, 0)
@@ -167,17 +171,17 @@ if AVAILABLE:
                     i = start + tl.arange(0, K)
                     y = tl.load(kernel + tl.where(i < row, i - row + height, i - row), i < height, 0)
                     digit = ((y[:, None] >> bit[None, :]) & 3).to(tl.float16)
-                    if TH > K or TW > N:
-                        inside = (i < height)[:, None] & (j < width)[None, :]
-                        tile = tl.load(pixels + i[:, None] * width + j[None, :], inside, 0.0)
-                    total = tl.dot(tl.trans(tile), digit, total)
+                    if TH <= K and TW <= N:
+                        total = tl.dot(tl.trans(tile), digit, total)
+                    else:
+                        total = tl.dot(tl.trans(_tile(pixels, i, j, height, width)), digit, total)
                 number = tl.sum(total.to(tl.int32).to(tl.int64) << bit.to(tl.int64)[None, :], 1)
                 tl.store(sums + j, number.to(tl.int32), j < width)
                 tl.store(sums + width + j, (number >> 32).to(tl.int32), j < width)
             tl.debug_barrier()  # other threads read these sums
-            score = _turn(sums, fine + 2 * COPIES * TH, width, TW, FEW, STEPS, 1, True, COPIES)
-            best = tl.max(score, 0)
-            column = tl.min(tl.where(score == best, w, width), 0)
+            places = _turn(sums, fine + 2 * COPIES * TH, width, TW, FEW, STEPS, 1, True, COPIES)
+            best = tl.max(places, 0)
+            column = tl.min(tl.where(places == best, w, width), 0)
             down, right = tl.where(best > most, row, down), tl.where(best > most, column, right)
             most = tl.maximum(best, most)
             row = tl.min(tl.where(rows > row, rows, height), 0)
