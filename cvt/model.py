@@ -20,6 +20,7 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from common.activation import GELU
 from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided, TokenNorm
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
@@ -159,7 +160,8 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim)
         self.attn = Attention(dim=dim, proj_drop=proj_drop, **attention)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=get_act_layer(act_layer), drop=proj_drop)
+        act = GELU if act_layer == "gelu" else get_act_layer(act_layer)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act, drop=proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, size: tuple[int, int], origin: Tensor | None) -> Tensor:

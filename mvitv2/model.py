@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
+from common.activation import GELU
 from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided, TokenNorm, best_offset
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
@@ -177,7 +178,7 @@ class MViTv2Block(nn.Module):
         self.attn = PoolingAttention(dim=dim, out_dim=out_dim, size=size, num_heads=num_heads, stride_q=stride_q,
                                      stride_kv=stride_kv, padding_mode=padding_mode, circular=circular)  # fmt: skip
         self.norm2 = LayerNorm(out_dim)
-        self.mlp = Mlp(out_dim, int(out_dim * mlp_ratio), act_layer=nn.GELU)
+        self.mlp = Mlp(out_dim, int(out_dim * mlp_ratio), act_layer=GELU)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, normed: Tensor | None = None) -> Tensor:

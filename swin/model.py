@@ -14,6 +14,7 @@ import torch
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_
 from torch import Tensor, nn
 
+from common.activation import GELU
 from common.anchors import MergeAnchor, MergeWeights, Score
 from common.registry import defaults, register_model
 from common.weights import kept
@@ -62,7 +63,7 @@ class SwinBlock(nn.Module):
         self.attn = WindowAttention(dim=dim, num_heads=num_heads, window=window, qkv_bias=qkv_bias,
                                     attn_drop=attn_drop, proj_drop=proj_drop)  # fmt: skip
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=nn.GELU, drop=proj_drop)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=GELU, drop=proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None, origin: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from common.activation import GELU
 from common.anchors import MergeAnchor, MergeWeights, Score
 from common.kernels import product_dtype
 from common.registry import defaults, register_model
@@ -97,7 +98,7 @@ class SwinV2Block(nn.Module):
         self.attn = WindowAttention(dim=dim, num_heads=num_heads, window=window, pretrained_window=pretrained_window,
                                     qkv_bias=qkv_bias, attn_drop=attn_drop, proj_drop=proj_drop)  # fmt: skip
         self.norm1 = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=nn.GELU, drop=proj_drop)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=GELU, drop=proj_drop)
         self.norm2 = nn.LayerNorm(dim)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 

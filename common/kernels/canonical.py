@@ -17,9 +17,8 @@ __all__ = ["BASE", "HALF", "PRIME", "canonical_offset", "fits_canonical_kernel"]
 PRIME, BASE = 2039, 37  # integers modulo the prime are exact in float16; 37 generates half of them at least
 HALF = PRIME // 2
 COPIES = 8  # of the rings: numbers per load
-TILES = {"read": 1024, "pack read": 512, "read warps": 8, "steps": 8, "choose warps": 8, "side": 256}
-"""Pixels per program of ``_read``, two of them per thread if they are packed, which are 16 bytes; loads under way in
-``_turn``; rows and columns at a time of ``_choose``."""
+TILES = {"read": 1024, "read warps": 8, "steps": 8, "choose warps": 8, "side": 256}
+"""Pixels per program of ``_read``; loads under way in ``_turn``; rows and columns at a time of ``_choose``."""
 
 
 def fits_canonical_kernel(x: Tensor) -> bool:
@@ -210,9 +209,9 @@ def canonical_offset(x: Tensor, kernel: Tensor, dtype: torch.dtype | None = None
 def canonical_place(x: Tensor, kernel: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Offsets (B, 2), and pixels (B, H, W, 4) of the type given, zeros behind the last channel: none without a type."""
     b, c, h, w = x.shape
-    down, across, size = max(16, power(h)), max(16, power(w)), TILES["read" if dtype is None else "pack read"]
-    n = min(size, across)
-    rows, parts, side = min(size // n, down), -(-w // n), max(down, across)
+    down, across = max(16, power(h)), max(16, power(w))
+    n = min(TILES["read"], across)
+    rows, parts, side = min(TILES["read"] // n, down), -(-w // n), max(down, across)
     g = torch.empty((b, h, w), dtype=torch.float16, device=x.device)
     d = torch.empty((b, parts, h), dtype=torch.int32, device=x.device)
     fine = torch.empty(2 * COPIES * (down + across), dtype=torch.int16, device=x.device)
