@@ -244,7 +244,7 @@ class WindowAnchor(Anchor):
             _, square, toward = (t if fast else wide(t) for t in given)  # B, H, W each
             gain = 0.1 * (2.0 / x.shape[-1]) ** 0.5 if self.score == "signed" else 0.0
             single = (x.shape[1] == window[0], x.shape[2] == window[1])
-            if fast and not any(single) and kernels.fits_window_scores(square, window):
+            if fast and kernels.fits_window_scores(square, window):
                 return kernels.best_window(square, toward if gain else square, self.taps, list(window), gain)
             strength = square.sqrt() + gain * toward if gain else square.sqrt()
             if all(single):

@@ -61,19 +61,19 @@ def test_a_kernel_is_compiled_once_for_its_arguments(monkeypatch: pytest.MonkeyP
 
 
 IMAGE = {"canonical_place": 1, "image_phases": 1, "image_tokens": 1}
-WINDOWS = {"window_attention": 12, "best_window": 3, "merging_weights": 3, "token_scores": 1, "token_choice": 2,
-           "merged_product": 3}  # fmt: skip
+WINDOWS = {"window_attention": 12, "gelu": 12, "best_window": 4, "merging_weights": 3, "token_scores": 1,
+           "token_choice": 2, "merged_product": 3}  # fmt: skip
 
 
 @pytest.mark.skipif(not kernels.AVAILABLE or kernels.INTERPRETED, reason="needs Triton, as a compiler sees it")
 @pytest.mark.parametrize(("name", "expected"), [
-    ("swin_tiny", {"image_tokens": 1, "window_attention": 12}),
+    ("swin_tiny", {"image_tokens": 1, "window_attention": 12, "gelu": 12}),
     ("a_swin_tiny", {**IMAGE, **WINDOWS, "sketched": 1, "best_phase": 2}),
     ("a_swinv2_tiny", {**IMAGE, **WINDOWS, "sketched": 1, "best_phase": 2}),
     ("a_cvt_13", {**IMAGE, "sketched": 3, "best_phase": 3, "token_scores": 2, "token_choice": 3, "depthwise": 39,
-                  "depthwise_taps": 3, "convolution_taps": 2, "convolved": 1, "rolled": 1}),
+                  "gelu": 13, "depthwise_taps": 3, "convolution_taps": 2, "convolved": 1, "rolled": 1}),
     ("a_mvitv2_tiny", {**IMAGE, "sketched": 6, "best_phase": 3, "token_scores": 2, "token_choice": 3, "depthwise": 30,
-                       "pooled_taps": 5, "rolled_norm": 5}),
+                       "gelu": 10, "pooled_taps": 5, "rolled_norm": 5}),
 ])  # fmt: skip
 @torch.inference_mode()
 def test_compilers_see_one_graph(monkeypatch: pytest.MonkeyPatch, name: str, expected: dict[str, int]) -> None:
@@ -296,13 +296,16 @@ def test_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @interpreted
 @pytest.mark.parametrize(("size", "score"), [
     ((14, 21), "signed"), ((14, 21), "energy"), ((56, 56), "signed"), ((28, 70), "energy"),
+    ((7, 7), "signed"), ((7, 7), "energy"), ((7, 14), "signed"),
 ])  # fmt: skip
 def test_offsets_of_windows(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], score: Any) -> None:
     anchor = WindowAnchor(score=score)
     x = torch.randn(2, *size, 16) + 1
+    launched = launches(monkeypatch, "scores")
     fast, plain = both(monkeypatch, lambda: anchor.offset(x, (7, 7), fast=True))
     assert torch.equal(fast, plain)
     assert plain.amax() > 0
+    assert ("_best_token" in launched) == (size == (7, 7))
 
 
 @interpreted

@@ -1,5 +1,6 @@
 """Triton kernels for CUDA: what the compiler does not fuse. Each has a plain torch form, which is its reference."""
 
+from .activation import fits_gelu_kernel, gelu
 from .base import AVAILABLE, INTERPRETED, product_dtype, usable
 from .canonical import canonical_offset, fits_canonical_kernel
 from .convolving import convolved, fits_convolved
@@ -35,6 +36,7 @@ __all__ = [
     "fits_canonical_kernel",
     "fits_convolved",
     "fits_depthwise_kernel",
+    "fits_gelu_kernel",
     "fits_image_phases",
     "fits_image_tokens",
     "fits_image_windows",
@@ -47,6 +49,7 @@ __all__ = [
     "fits_token_scores",
     "fits_window_kernel",
     "fits_window_scores",
+    "gelu",
     "image_phases",
     "image_tokens",
     "image_windows",

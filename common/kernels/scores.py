@@ -1,7 +1,8 @@
 """What anchors choose by: scores of phases and of windows.
 
 - ``best_phase``: the offset of the largest score, from partial sums of ``tokens`` or of ``image_phases``.
-- ``best_window``: the offset of the partition into windows whose means have the largest norm.
+- ``best_window``: the offset of the partition into windows whose means have the largest norm, or of the strongest
+  token.
 - ``token_moments``: what the scores need of each token, in one pass; a compiler fuses it with what comes before.
 """
 
@@ -22,8 +23,11 @@ WINDOWS = {16: ("ieee", 4), 32: ("ieee", 4), 64: ("tf32x3", 4)}  # by the longer
 
 
 def fits_window_scores(square: Tensor, window: tuple[int, int]) -> bool:
-    """Whether ``best_window`` takes these: float32, at most 64 windows below each other."""
-    return usable(square) and square.dtype == torch.float32 and square.shape[1] // window[0] <= 64
+    """Whether ``best_window`` takes these: float32, at most 64 windows below each other; or one window of at most 4096
+    tokens. Not a single row or column of windows."""
+    (_, h, w), (down, across) = square.shape, window
+    several, one = h > down and w > across and h // down <= 64, (h, w) == (down, across) and h * w <= 4096
+    return usable(square) and square.dtype == torch.float32 and (several or one)
 
 
 if AVAILABLE:
@@ -95,6 +99,19 @@ if AVAILABLE:
         tl.store(out + 2 * image + 1, (best % WW).to(tl.int64))
 
     @triton.jit
+    def _best_token(square, toward, out, sm, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GAIN: tl.constexpr,
+                    N: tl.constexpr):  # fmt: skip
+        """The strongest token of an image that is one window."""
+        image, n = tl.program_id(0), tl.arange(0, N)
+        strength = tl.sqrt(tl.load(square + image.to(tl.int64) * sm + n, n < HEIGHT * WIDTH, 0.0))
+        if GAIN != 0.0:
+            strength += GAIN * tl.load(toward + image.to(tl.int64) * sm + n, n < HEIGHT * WIDTH, 0.0)
+        strength = tl.where(n < HEIGHT * WIDTH, strength, float("-inf"))
+        best = tl.min(tl.where(strength == tl.max(strength, 0), n, HEIGHT * WIDTH - 1), 0)
+        tl.store(out + 2 * image, (best // WIDTH).to(tl.int64))
+        tl.store(out + 2 * image + 1, (best % WIDTH).to(tl.int64))
+
+    @triton.jit
     def _window_energies(square, toward, taps, out, sm, height, width, GAIN: tl.constexpr, WH: tl.constexpr,
                          WW: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
         """Windows whose first row has one phase: their weighted means at every first column, squared and summed."""
@@ -149,7 +166,8 @@ def best_phase(parts: Tensor, stride: int, area: int, signed: bool, at: Tensor |
 
 @operator("shift_vits::best_window")
 def best_window(square: Tensor, toward: Tensor, taps: Tensor, window: list[int], gain: float) -> Tensor:
-    """Offsets (B, 2) of the partition whose windows' weighted means have the largest norm.
+    """Offsets (B, 2) of the partition whose windows' weighted means have the largest norm. Of a single window, that of
+    the strongest token.
 
     A token counts with the root of its ``square`` and ``gain`` times ``toward``, a place in a window with the tap of
     its row times that of its column.
@@ -160,6 +178,10 @@ def best_window(square: Tensor, toward: Tensor, taps: Tensor, window: list[int],
     out = torch.empty((b, 2), dtype=torch.int64, device=square.device)
     if square.stride() != toward.stride() or square.stride()[1:] != (w, 1):
         square, toward = square.contiguous(), toward.contiguous()
+    if (h, w) == (down, across):
+        launch(_best_token, (b,), square, toward, out, square.stride(0), HEIGHT=h, WIDTH=w, GAIN=gain, N=power(h * w),
+               num_warps=1 if h * w <= 256 else 4)  # fmt: skip
+        return out
     below, beside, phases = max(2, power(h // down)), max(2, power(w // across)), (power(down), power(across))
     longest = max(16, power(h), power(w), phases[0] * below, phases[1] * beside)
     given = (square, toward, taps)
