@@ -160,7 +160,7 @@ if AVAILABLE:
         score = _turn(d + image * (PARTS * height), fine, height, TH, FEW, STEPS, PARTS, False, COPIES)
         rows = tl.where(score == tl.max(score, 0), h, height)
         first = tl.min(rows, 0)
-        row, down, right, most = first, 0, 0, first.to(tl.int64) * 0 - 0x7FFFFFFFFFFFFFFF
+        row, down, right, most = first, first, first * 0, first.to(tl.int64) * 0 - 0x7FFFFFFFFFFFFFFF
         while row < height:
             bit = 2 * tl.arange(0, 16)  # y has 16 bits at most: the last eight digits are zeros
             for left in range(0, TW, N):
