@@ -139,9 +139,10 @@ def test_offsets_of_hard_images(monkeypatch: pytest.MonkeyPatch, size: tuple[int
     """Also as of large images, which are read a tile at a time, and a row in parts."""
     monkeypatch.setitem(kernels.canonical.TILES, "side", tile)
     monkeypatch.setitem(kernels.canonical.TILES, "read", 4 * tile if tile == 256 else tile)
-    fast, plain = both(monkeypatch, torch.cat(list(hard_images(*size).values())))
+    images = list(hard_images(*size).values())[:: 1 if tile == 256 else 3]
+    fast, plain = both(monkeypatch, torch.cat(images))
     assert torch.equal(fast, plain)
-    assert len(fast.unique(dim=0)) > 9
+    assert len(fast.unique(dim=0)) > len(images) // 2
 
 
 @interpreted

@@ -329,6 +329,7 @@ def best_of_tokens(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: 
 @operator("shift_vits::token_choice")
 def token_choice(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
                  squares: Tensor | None, side: int, stride: int, eps: float, signed: bool) -> Tensor:  # fmt: skip
+    """``best_of_tokens``, where one program has a whole image."""
     out = torch.empty((x.shape[0], 2), dtype=torch.int64, device=x.device)
     _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, out, True, signed)
     return out
