@@ -177,7 +177,7 @@ def test_parts_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, stride:
             monkeypatch.setitem(getattr(sys.modules["common.kernels.patches"], how), limit, count)
     conv = nn.Conv2d(channels, 24, kernel, stride, padding, padding_mode=padding_mode)
     anchor = ConvAnchor(score="energy", sketch=64 // stride**2)
-    x, at = torch.randn(2, channels, 7 * stride, 18 * stride), torch.tensor([[1, 0], [5, 17]])
+    x, at = torch.randn(1, channels, 7 * stride, 18 * stride), torch.tensor([[5, 17]])
     x = kernels.packed(x, x.dtype)
 
     def run() -> list[Tensor]:
@@ -328,7 +328,7 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
     monkeypatch.setattr(kernels.tokens, "READINGS", readings)
     anchor = ConvAnchor(score="energy" if norm is None else "signed", sketch=4)
     conv = Strided((kernel, kernel), (stride, stride), (kernel - 2, kernel - 2))
-    x = torch.randn(3, *size, channels).add(torch.randn(3, *size, 1)).permute(0, 3, 1, 2)
+    x = torch.randn(2, *size, channels).add(torch.randn(2, *size, 1)).permute(0, 3, 1, 2)
     weight, bias = torch.randn(4, channels, kernel, kernel), torch.randn(4)
     fold: Fold | TokenNorm | None = None
     if norm == "token":
