@@ -96,10 +96,11 @@ def attend_in_windows(qkv: Tensor, bias: Tensor, scale: Tensor | None, window: t
                                         None if scale is None else scale.float(), origin, list(window), list(shift),
                                         mask is not None)  # fmt: skip
     b, h, w, _, heads, d = qkv.shape
-    x, start = qkv.flatten(3), None if origin is None else torch.stack([origin[:, i] + shift[i] for i in (0, 1)], 1)
+    x, start, moved = qkv.flatten(3), origin, any(shift)
     if start is not None:
-        x = roll(x, start, (1, 2))
-    elif any(shift):
+        start = torch.stack([start[:, i] + shift[i] for i in (0, 1)], 1) if moved else start
+        x = roll(x, start, (1, 2), within=not moved)
+    elif moved:
         x = x.roll((-shift[0], -shift[1]), (1, 2))
     x = partition(x, window)
     q, k, v = x.view(b, -1, window[0] * window[1], 3, heads, d).permute(3, 0, 1, 4, 2, 5).unbind(0)
@@ -111,7 +112,7 @@ def attend_in_windows(qkv: Tensor, bias: Tensor, scale: Tensor | None, window: t
     x = reverse(attend(q.to(v.dtype), k.to(v.dtype), v, bias, mask, dropout=dropout), window, (h, w))
     if start is not None:
         return roll(x, -start, (1, 2))
-    return x.roll(shift, (1, 2)) if any(shift) else x
+    return x.roll(shift, (1, 2)) if moved else x
 
 
 def in_whole_windows(attention: Callable[..., Tensor], x: Tensor, window: tuple[int, int], *args: Any) -> Tensor:

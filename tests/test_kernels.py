@@ -177,7 +177,7 @@ def test_parts_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, stride:
             monkeypatch.setitem(getattr(sys.modules["common.kernels.patches"], how), limit, count)
     conv = nn.Conv2d(channels, 24, kernel, stride, padding, padding_mode=padding_mode)
     anchor = ConvAnchor(score="energy", sketch=64 // stride**2)
-    x, at = torch.randn(1, channels, 7 * stride, 18 * stride), torch.tensor([[5, 17]])
+    x, at = torch.randn(2, channels, 7 * stride, 18 * stride), torch.tensor([[1, 0], [5, 17]])
     x = kernels.packed(x, x.dtype)
 
     def run() -> list[Tensor]:

@@ -186,7 +186,7 @@ if AVAILABLE:
             row = tl.min(tl.where(rows > row, rows, height), 0)
             if row < height:
                 row = tl.where(_repeats(pixels, row - first, height, width, N), height, row)
-            tl.debug_barrier()
+            tl.debug_barrier()  # before they are written again
         tl.store(out + 2 * image, down.to(tl.int64))
         tl.store(out + 2 * image + 1, right.to(tl.int64))
 

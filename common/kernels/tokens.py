@@ -311,10 +311,7 @@ def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
     to be summed, (n, 4), of equal strides; sums and squares (B, H, W), float32 -> (B, parts, 2, stride, stride), to be
     summed over the parts.
     """
-    b, strips = x.shape[0], x.shape[1] // _rows(x, stride)
-    out = torch.empty((b, strips, 2, stride, stride), dtype=torch.float32, device=x.device)
-    _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, out, False, False)
-    return out
+    return _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, False, False)
 
 
 def best_of_tokens(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
@@ -330,25 +327,25 @@ def best_of_tokens(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: 
 def token_choice(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
                  squares: Tensor | None, side: int, stride: int, eps: float, signed: bool) -> Tensor:  # fmt: skip
     """``best_of_tokens``, where one program has a whole image."""
-    out = torch.empty((x.shape[0], 2), dtype=torch.int64, device=x.device)
-    _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, out, True, signed)
-    return out
+    return _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, True, signed)
 
 
 def _rows(x: Tensor, stride: int) -> int:
     """Of one strip: as many as leave enough programs."""
-    (b, h, w, c), longest = x.shape, stride
-    for n in range(stride, h + 1, stride):
+    b, h, w, c = x.shape
+    for n in range(h, stride, -stride):
         if h % n == 0 and b * h // n >= READINGS[c].programs and n * w <= LONGEST:
-            longest = n
-    return longest
+            return n
+    return stride
 
 
 def _score(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
-           squares: Tensor | None, side: int, stride: int, eps: float, out: Tensor, choose: bool,
-           signed: bool) -> None:  # fmt: skip
+           squares: Tensor | None, side: int, stride: int, eps: float, choose: bool,
+           signed: bool) -> Tensor:  # fmt: skip
     (b, h, w, c), how, rows = x.shape, READINGS[x.shape[3]], _rows(x, stride)
     strips, read = h // rows, rows if rows == h else rows + side - 1
+    shape, dtype = ((b, 2), torch.int64) if choose else ((b, strips, 2, stride, stride), torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
     products = torch.empty((b * strips, read * w // 2, 16 * side), dtype=x.dtype, device=x.device)
     if sums is not None and squares is not None and (sums.stride() != squares.stride() or sums.stride()[1:] != (w, 1)):
         sums, squares = sums.contiguous(), squares.contiguous()
@@ -359,6 +356,7 @@ def _score(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor |
            STRIDE=stride, SCALE=sums is not None and colsum is None, NORM=colsum is not None, EPS=eps, PARTS=parts,
            CHOOSE=choose, SIGNED=signed, ROWS=rows, T=how.pairs, CHUNK=how.chunk, Q=32 * how.warps, P=power(parts),
            num_warps=how.warps, num_stages=how.stages)  # fmt: skip
+    return out
 
 
 def in_one_pass(weight: Tensor) -> Tensor:
