@@ -61,17 +61,19 @@ def reduction_dtype(x: Tensor, norm: nn.LayerNorm | None, reduction: nn.Linear) 
 
 
 def reduce_patches(x: Tensor, offset: Tensor | None, norm: nn.LayerNorm | None, reduction: nn.Linear,
-                   weights: MergeWeights | None = None) -> Tensor:  # fmt: skip
+                   weights: MergeWeights | None = None,
+                   wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """``reduction`` of ``merge_patches``: (B, H, W, C) -> (B, H/2, W/2, D). In inference one kernel, if it fits.
 
-    ``weights`` are what the anchor has made of these two modules'.
+    ``weights`` are what the anchor has made of these two modules'. With ``wave`` also the results' moments
+    (``kernels.token_moments``), where that kernel has them for little, else None.
     """
     if offset is not None and kernels.usable(x) and torch.is_grad_enabled():  # patches are made again, not remembered
         return checkpoint(lambda t: reduction(merge_patches(t, offset, norm)), x, use_reentrant=False,
-                          preserve_rng_state=False)  # fmt: skip
+                          preserve_rng_state=False), None  # fmt: skip
     dtype = reduction_dtype(x, norm, reduction)
     if offset is None or dtype is None:
-        return reduction(merge_patches(x, offset, norm))
+        return reduction(merge_patches(x, offset, norm)), None
     x, eps, gain, bias, sums, squares = x.to(dtype), 0.0, None, None, None, None
     if norm is not None:
         eps, gain, bias = norm.eps, norm.weight, norm.bias
@@ -83,13 +85,15 @@ def reduce_patches(x: Tensor, offset: Tensor | None, norm: nn.LayerNorm | None, 
     if scaled is None:
         scaled, folded = kernels.merging_weights(reduction.weight, None, gain, bias, dtype, dtype)[2:]
     folded = None if norm is None else folded
-    return kernels.merged_product(x, offset, scaled, folded, sums, squares, eps)
+    tokens, moments = kernels.merged_product(x, offset, scaled, folded, sums, squares, eps, wave)
+    return tokens, moments if len(moments) else None
 
 
 class WindowedClassifier(Classifier):
     """A hierarchy of windowed stages. A subclass adds ``patch_embed``, ``layers``, ``norm`` and ``head``.
 
-    A stage has ``downsample`` (identity, or a patch merging with ``weights`` and ``offset``) and ``blocks`` called as
+    A stage has ``downsample`` (identity, or a patch merging with ``weights`` and ``offset``, which gives tokens and
+    their moments or None, as ``PatchEmbed`` does) and ``blocks`` called as
     ``block(x, shift, mask, origin)``.
     """
 
@@ -143,9 +147,9 @@ class WindowedClassifier(Classifier):
             if i > 0 and self.merge_anchor is not None:
                 weights = stage.downsample.weights(self.merge_anchor, x) if self.canonical else None
                 o = stage.downsample.offset(self.merge_anchor, x, self.canonical, weights)
-                x, offset, moments = stage.downsample(x, o, weights), offset + stride // 2 * o, None
+                (x, moments), offset = stage.downsample(x, o, weights, wave), offset + stride // 2 * o
             elif i > 0:
-                x, moments = stage.downsample(x), None
+                x, moments = stage.downsample(x)
             origin = None
             if self.window_anchor is not None:
                 o = self.window_anchor.offset(x, window, self.canonical, moments)

@@ -26,6 +26,7 @@ from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
 from common.kernels import depthwise, depthwise_taps, fits_sketch, usable
 from common.registry import defaults, register_model
+from common.residual import add_norm
 from common.shifts import roll
 from common.weights import kept, whole
 
@@ -165,8 +166,8 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, size: tuple[int, int], origin: Tensor | None) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x), size, origin))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        x, normed = add_norm(x, self.drop_path(self.attn(self.norm1(x), size, origin)), self.norm2)
+        return x + self.drop_path(self.mlp(normed))
 
 
 class CvTStage(nn.Module):
@@ -303,7 +304,7 @@ class CvT(Classifier):
             b, h, w, c = x.shape
             tokens = x.flatten(1, 2)
             if stage.cls_token is not None:
-                tokens = torch.cat([stage.cls_token.expand(b, -1, -1), tokens], 1)
+                tokens = torch.cat([stage.cls_token.to(tokens.dtype).expand(b, -1, -1), tokens], 1)
             for block in stage.blocks:
                 tokens = self.run(block, tokens, (h, w), origin)
             x = tokens[:, -h * w :].reshape(b, h, w, c)

@@ -36,6 +36,7 @@ from common.embedding import embed
 from common.kernels import depthwise, fits_rolled_norm, fits_sketch, pooled_taps, product_dtype, rolled_norm
 from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
+from common.residual import add_norm
 from common.shifts import roll
 from common.weights import kept, product, whole
 
@@ -185,8 +186,8 @@ class MViTv2Block(nn.Module):
         """``normed`` is ``norm1`` of x, where it is known already."""
         normed = self.norm1(x) if normed is None else normed
         skip = x if self.shortcut_proj_attn is None else self.shortcut_proj_attn(normed)
-        x = self.pool_skip(skip) + self.drop_path(self.attn(normed))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        x, normed = add_norm(self.pool_skip(skip), self.drop_path(self.attn(normed)), self.norm2)
+        return x + self.drop_path(self.mlp(normed))
 
     def pool_skip(self, x: Tensor) -> Tensor:
         """Maximum over s + 1 tokens a side at stride s: (B, H, W, C) -> (B, H/s, W/s, C)."""

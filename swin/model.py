@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from common.activation import GELU
 from common.anchors import MergeAnchor, MergeWeights, Score
 from common.registry import defaults, register_model
+from common.residual import add_norm
 from common.weights import kept
 from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches, reduction_dtype
 from common.windows import attend_in_windows, in_whole_windows, relative_position_index
@@ -67,8 +68,9 @@ class SwinBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None, origin: Tensor | None) -> Tensor:
-        x = x + self.drop_path(in_whole_windows(self.attn, self.norm1(x), self.window, shift, mask, origin))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        update = self.drop_path(in_whole_windows(self.attn, self.norm1(x), self.window, shift, mask, origin))
+        x, normed = add_norm(x, update, self.norm2)
+        return x + self.drop_path(self.mlp(normed))
 
 
 class PatchMerging(nn.Module):
@@ -79,10 +81,11 @@ class PatchMerging(nn.Module):
         self.norm = nn.LayerNorm(4 * dim)
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None, weights: MergeWeights | None = None) -> Tensor:
+    def forward(self, x: Tensor, offset: Tensor | None = None, weights: MergeWeights | None = None,
+                wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """``offset`` (B, 2) in [0, side) is where each grid begins, if not at (0, 0); ``weights`` are those made before
-        it was chosen."""
-        return reduce_patches(x, offset, self.norm, self.reduction, weights)
+        it was chosen. With ``wave`` also the tokens' moments, where they cost little: see ``reduce_patches``."""
+        return reduce_patches(x, offset, self.norm, self.reduction, weights, wave)
 
     def weights(self, anchor: MergeAnchor, x: Tensor) -> MergeWeights:
         return anchor.weights(x, self.reduction, self.norm, reduction_dtype(x, self.norm, self.reduction))

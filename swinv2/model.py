@@ -115,10 +115,11 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
         self.norm = nn.LayerNorm(out_dim)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None, weights: MergeWeights | None = None) -> Tensor:
+    def forward(self, x: Tensor, offset: Tensor | None = None, weights: MergeWeights | None = None,
+                wave: Tensor | None = None) -> tuple[Tensor, None]:  # fmt: skip
         """``offset`` (B, 2) in [0, side) is where each grid begins, if not at (0, 0); ``weights`` are those made before
-        it was chosen."""
-        return self.norm(reduce_patches(x, offset, None, self.reduction, weights))
+        it was chosen. The tokens' moments are not known before their norm."""
+        return self.norm(reduce_patches(x, offset, None, self.reduction, weights)[0]), None
 
     def weights(self, anchor: MergeAnchor, x: Tensor) -> MergeWeights:
         return anchor.weights(x, self.reduction, None, reduction_dtype(x, None, self.reduction))

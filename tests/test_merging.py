@@ -187,9 +187,23 @@ def test_merged_product(monkeypatch: pytest.MonkeyPatch, launched: list[str], ch
     reduction = nn.Linear(4 * channels, outputs, bias=False)
     x = torch.randn(6, 14, 10, channels) + torch.tensor([0.0, 30.0, -30.0, 1.0, 3.0, 0.0]).view(6, 1, 1, 1)
     offset = torch.tensor([*PHASES, (13, 9), (6, 9)])
-    ((fast, plain),) = both(monkeypatch, lambda: [reduce_patches(x, offset, norm, reduction)])
+    ((fast, plain),) = both(monkeypatch, lambda: [reduce_patches(x, offset, norm, reduction)[0]])
     assert launched == ["_merged_product"]
     assert torch.allclose(fast, plain, atol=2e-4, rtol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize(("outputs", "known"), [(192, True), (40, True), (256, True), (300, False), (384, False)])
+@torch.no_grad()
+def test_moments_of_a_merged_product(outputs: int, known: bool) -> None:
+    """What a pass of its own would find; left to one where no program has all outputs of a token."""
+    norm, reduction = lively(nn.LayerNorm(80)), nn.Linear(80, outputs, bias=False)
+    x, offset, wave = torch.randn(6, 14, 10, 20), torch.tensor([*PHASES, (13, 9), (6, 9)]), torch.randn(outputs + 3)
+    tokens, moments = reduce_patches(x, offset, norm, reduction, wave=wave)
+    assert torch.equal(tokens, reduce_patches(x, offset, norm, reduction)[0])
+    assert (moments is not None) == known
+    if moments is not None:
+        assert torch.allclose(moments, kernels.token_moments(tokens, wave), atol=1e-4, rtol=1e-5)
 
 
 @interpreted
@@ -203,7 +217,7 @@ def test_merged_product_in_half_precision(normalised: bool) -> None:
     gain, bias = (None, None) if norm is None else (norm.weight, norm.bias)
     sums, squares = (None, None) if norm is None else (x.float().sum(-1), x.float().square().sum(-1))
     _, _, scaled, folded = kernels.merging_weights(weight, None, gain, bias, x.dtype, x.dtype)
-    out = kernels.merged_product(x, offset, scaled, folded if normalised else None, sums, squares, 1e-5)
+    out, _ = kernels.merged_product(x, offset, scaled, folded if normalised else None, sums, squares, 1e-5)
     expected = merge_patches(x.double(), offset, None if norm is None else deepcopy(norm).double()) @ weight.double().T
     assert out.dtype == torch.half
     assert torch.allclose(out.double(), expected, atol=2e-3, rtol=1e-3)
@@ -217,12 +231,12 @@ def test_merged_product_of_sums_that_lie_anywhere() -> None:
     gain, both_sums = torch.randn(64), torch.stack([x.sum(-1), x.square().sum(-1)], 1)
     sums, squares = both_sums.unbind(1)
     _, _, scaled, folded = kernels.merging_weights(weight, None, gain, None, x.dtype, x.dtype)
-    out = kernels.merged_product(x, offset, scaled, folded, sums, squares, 1e-5)
+    out, _ = kernels.merged_product(x, offset, scaled, folded, sums, squares, 1e-5)
     for total, square in [
         (sums.contiguous(), squares), (sums.contiguous(), squares.contiguous()),
         (sums.mT.contiguous().mT, squares.mT.contiguous().mT),
     ]:  # fmt: skip
-        assert torch.equal(kernels.merged_product(x, offset, scaled, folded, total, square, 1e-5), out)
+        assert torch.equal(kernels.merged_product(x, offset, scaled, folded, total, square, 1e-5)[0], out)
 
 
 @interpreted
@@ -254,8 +268,8 @@ def test_weights_of_a_merging(monkeypatch: pytest.MonkeyPatch, channels: int, ou
         assert torch.allclose(ready.folded[1], reduction.weight @ norm.bias, atol=1e-5)
     assert torch.equal(ready.scaled, reduction.weight * norm.weight if normalised else reduction.weight)
     offset = torch.tensor([[1, 3]])
-    out = reduce_patches(x, offset, given, reduction, ready)
-    assert torch.equal(out, reduce_patches(x, offset, given, reduction))
+    out, _ = reduce_patches(x, offset, given, reduction, ready)
+    assert torch.equal(out, reduce_patches(x, offset, given, reduction)[0])
     assert torch.equal(anchor.offset(x, reduction, given, True, ready), anchor.offset(x, reduction, given, True))
 
 
@@ -305,7 +319,7 @@ def test_what_the_merged_product_leaves_to_others() -> None:
     weight = torch.randn(16, 32)
     assert not kernels.fits_merged_product(x, weight, x.dtype)  # gradients are on
     learned = nn.Linear(32, 16, bias=False)
-    assert reduce_patches(x, offset, norm, learned).requires_grad
+    assert reduce_patches(x, offset, norm, learned)[0].requires_grad
     with torch.no_grad():
         assert kernels.fits_merged_product(x, weight, x.dtype)
         assert not kernels.fits_merged_product(x, torch.randn(769, 32), x.dtype)
@@ -313,5 +327,5 @@ def test_what_the_merged_product_leaves_to_others() -> None:
         assert not kernels.fits_merged_product(x[:, :3], weight, x.dtype)
         biased, plain = nn.Linear(32, 16), nn.LayerNorm(32, elementwise_affine=False)
         for n, r in [(norm, biased), (plain, learned), (None, biased)]:
-            assert torch.equal(reduce_patches(x, offset, n, r), r(merge_patches(x, offset, n)))
-        assert torch.equal(reduce_patches(x, None, norm, learned), learned(merge_patches(x, None, norm)))
+            assert torch.equal(reduce_patches(x, offset, n, r)[0], r(merge_patches(x, offset, n)))
+        assert torch.equal(reduce_patches(x, None, norm, learned)[0], learned(merge_patches(x, None, norm)))

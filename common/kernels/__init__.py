@@ -8,6 +8,7 @@ from .depthwise import depthwise, fits_depthwise_kernel, plain_depthwise
 from .merging import fits_merge_kernel, fits_merged_product, merged_product, rolled_merge
 from .patches import all_phases, fits_image_phases, fits_image_tokens, image_phases, image_tokens, in_pieces
 from .pixels import fits_image_windows, image_windows, packed
+from .residual import add_norm, fits_add_norm
 from .rolling import fits_roll_kernel, fits_rolled_norm, rolled, rolled_norm
 from .scores import best_phase, best_window, fits_window_scores, token_moments
 from .sketching import convolution_taps, depthwise_taps, fits_sketch, merging_weights, pooled_taps, sketched
@@ -24,6 +25,7 @@ from .windows import fits_window_kernel, window_attention
 __all__ = [
     "AVAILABLE",
     "INTERPRETED",
+    "add_norm",
     "all_phases",
     "best_of_tokens",
     "best_phase",
@@ -33,6 +35,7 @@ __all__ = [
     "convolved",
     "depthwise",
     "depthwise_taps",
+    "fits_add_norm",
     "fits_canonical_kernel",
     "fits_convolved",
     "fits_depthwise_kernel",

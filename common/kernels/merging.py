@@ -218,10 +218,25 @@ if AVAILABLE:
         tl.store(out + (i[:, None] * D + n[None, :]), y.to(out.dtype.element_ty), keep)
 
     @triton.jit
-    def _merged_product(x, offset, weight, folded, sums, squares, norms, out, height, width, count, steps, sm,
-                        CHANNELS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr,
-                        EPS: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr, N: tl.constexpr, REST: tl.constexpr,
-                        T: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
+    def _moments(out, wave, limit, D: tl.constexpr, T: tl.constexpr):
+        """What ``token_moments`` makes of T patches' outputs, read again: while they are in registers, there is room
+        for nothing else."""
+        i, n = tl.arange(0, T), tl.arange(0, 32)
+        total, square = tl.zeros([T, 32], tl.float32), tl.zeros([T, 32], tl.float32)
+        toward = tl.zeros([T, 32], tl.float32)
+        for first in tl.static_range(0, D, 32):
+            keep = first + n < D
+            place = out + (i[:, None] * D + (first + n)[None, :])
+            y = tl.load(place, (i < limit)[:, None] & keep[None, :], 0.0).to(tl.float32)
+            total, square = total + y, square + y * y
+            toward += y * tl.load(wave + first + n, keep, 0.0)[None, :]
+        return tl.sum(total, 1), tl.sum(square, 1), tl.sum(toward, 1)
+
+    @triton.jit
+    def _merged_product(x, offset, weight, folded, sums, squares, wave, norms, out, moments, height, width, count,
+                        steps, sm, CHANNELS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr,
+                        EPS: tl.constexpr, MOMENTS: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr,
+                        N: tl.constexpr, REST: tl.constexpr, T: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
         """T + MORE patches by N + REST outputs, K columns of them at a time: what is no power of two (192 outputs; 192
         patches, which share out evenly where 128 and 256 do not) is two of them.
 
@@ -274,6 +289,13 @@ if AVAILABLE:
         if REST:
             _finish(out, z, norms, folded, count - start, m, T, D, NORM)
         _finish(out, y, norms, folded, count - start, n, T, D, NORM)
+        if MOMENTS:
+            tl.debug_barrier()
+            total, square, toward = _moments(out, wave, count - start, D, T)
+            i = start + tl.arange(0, T)
+            tl.store(moments + i, total, i < count)
+            tl.store(moments + count + i, square, i < count)
+            tl.store(moments + 2 * count + i, toward, i < count)
         if MORE:
             if REST:
                 _finish(out + T * D, z2, norms + 2 * T, folded, count - start - T, m, MORE, D, NORM)
@@ -355,22 +377,26 @@ def _programs(x: Tensor, outputs: int) -> tuple[int, int]:
 
 @operator("shift_vits::merged_product")
 def merged_product(x: Tensor, offset: Tensor, scaled: Tensor, folded: Tensor | None, sums: Tensor | None,
-                   squares: Tensor | None, eps: float) -> Tensor:  # fmt: skip
+                   squares: Tensor | None, eps: float,
+                   wave: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Patches of 2 x 2 tokens, as of ``rolled_merge``, times ``scaled`` (D, 4C) -> (B, H/2, W/2, D), all of x's type.
 
     With ``folded``, from ``merging_weights``, patches are normalised, by their tokens' ``sums`` over channels and those
-    of their ``squares``, (B, H, W) each, float32.
+    of their ``squares``, (B, H, W) each, float32. With ``wave`` also what ``token_moments`` makes of the results,
+    (B, 3, H/2, W/2), if a program has all outputs of its patches; else of none.
     """
     offset, (b, h, w, c), d = offset.contiguous(), x.shape, len(scaled)
     count, tiles = b * (h // 2) * (w // 2), _tiles(c, d)
     tall, wide, (programs, parts) = tiles["T"] + tiles["MORE"], tiles["N"] + tiles["REST"], _programs(x, d)
+    known = wave is not None and parts == 1 and tiles["MORE"] == 0
     out = torch.empty((b, h // 2, w // 2, d), dtype=x.dtype, device=x.device)
+    moments = torch.empty((3, b if known else 0, h // 2, w // 2), dtype=torch.float32, device=x.device)
     norms = torch.empty((0 if folded is None else programs, 2, tall), dtype=torch.float32, device=x.device)
     if sums is not None and squares is not None and (sums.stride(), (w, 1)) != (squares.stride(), sums.stride()[1:]):
         sums, squares = sums.contiguous(), squares.contiguous()
-    given = [offset if tensor is None else tensor for tensor in (folded, sums, squares)]
-    launch(_merged_product, (programs,), x, offset, scaled, *given, norms, out, h, w, count,
+    given = [offset if tensor is None else tensor for tensor in (folded, sums, squares, wave)]
+    launch(_merged_product, (programs,), x, offset, scaled, *given, norms, out, moments, h, w, count,
            -(-4 * c // tiles["K"]), 0 if sums is None else sums.stride(0), CHANNELS=c, D=d, PARTS=parts,
-           NORM=folded is not None, EPS=eps, WHOLE=4 * c % tiles["K"] == 0 and d == parts * wide,
+           NORM=folded is not None, EPS=eps, MOMENTS=known, WHOLE=4 * c % tiles["K"] == 0 and d == parts * wide,
            **tiles)  # fmt: skip
-    return out
+    return out, moments.transpose(0, 1)

@@ -1,0 +1,67 @@
+"""Tokens, what a layer adds to them, and the norm of the sum, in one pass; for inference. A compiler puts a sum off and
+reads all that has been added since in every pass that needs it."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .base import AVAILABLE, launch, operator, power, usable
+
+if AVAILABLE:
+    import triton
+    import triton.language as tl
+
+__all__ = ["add_norm", "fits_add_norm"]
+
+ELEMENTS = 2048  # of a program
+
+
+def fits_add_norm(x: Tensor, update: Tensor, gain: Tensor | None) -> bool:
+    """Whether ``add_norm`` takes these: an update in half precision of tokens in the same or float32, contiguous, at
+    most 2048 channels, in a graph that is compiled, and no gradient. Elsewhere torch's own two are launched sooner."""
+    half = update.dtype in (torch.bfloat16, torch.float16) and x.dtype in (update.dtype, torch.float32)
+    plain = half and gain is not None and not isinstance(gain, DTensor)
+    wanted = torch.compiler.is_compiling() and not torch.is_grad_enabled() and usable(x)
+    return plain and wanted and x.is_contiguous() and update.is_contiguous() and 0 < x.shape[-1] <= 2048
+
+
+if AVAILABLE:
+
+    @triton.jit
+    def _add_norm(x, update, gain, bias, out, normed, count, CHANNELS: tl.constexpr, PIECES: tl.constexpr,
+                  BIAS: tl.constexpr, EPS: tl.constexpr, K: tl.constexpr, T: tl.constexpr):  # fmt: skip
+        """T tokens, in pieces of K channels: 96 are three of 32, with no thread idle."""
+        i, c = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, K)
+        keep = (i < count)[:, None] & (c < CHANNELS // PIECES)[None, :]
+        place = i.to(tl.int64)[:, None] * CHANNELS + c[None, :]
+        pieces, total, square = (), tl.zeros([T, K], tl.float32), tl.zeros([T, K], tl.float32)
+        for n in tl.static_range(PIECES):
+            t = tl.load(x + place + n * K, keep, 0.0).to(tl.float32)
+            t = (t + tl.load(update + place + n * K, keep, 0.0).to(tl.float32)).to(out.dtype.element_ty)
+            tl.store(out + place + n * K, t, keep)
+            total += t.to(tl.float32)
+            pieces = pieces + (t.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        mean = (tl.sum(total, 1) / CHANNELS)[:, None]
+        for n in tl.static_range(PIECES):
+            t = tl.where(keep, pieces[n] - mean, 0.0)
+            square += t * t
+        scale = (1.0 / tl.sqrt(tl.sum(square, 1) / CHANNELS + EPS))[:, None]
+        for n in tl.static_range(PIECES):
+            t = (pieces[n] - mean) * scale * tl.load(gain + n * K + c, c < CHANNELS // PIECES, 0.0).to(tl.float32)
+            if BIAS:
+                t += tl.load(bias + n * K + c, c < CHANNELS // PIECES, 0.0).to(tl.float32)
+            tl.store(normed + place + n * K, t.to(normed.dtype.element_ty), keep)
+
+
+@operator("shift_vits::add_norm")
+def add_norm(x: Tensor, update: Tensor, gain: Tensor, bias: Tensor | None, eps: float,
+             dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x + update (..., C), in x's type, and what a LayerNorm makes of it, in the type given."""
+    out, normed = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    channels = x.shape[-1]
+    pieces = 3 if channels % 3 == 0 and power(channels // 3) == channels // 3 else 1
+    tokens, count = max(1, ELEMENTS // power(channels)), x.numel() // channels
+    launch(_add_norm, (-(-count // tokens),), x, update, gain, gain if bias is None else bias, out, normed, count,
+           CHANNELS=channels, PIECES=pieces, BIAS=bias is not None, EPS=eps, K=power(channels // pieces), T=tokens,
+           num_warps=4 if channels < 256 else 1)  # fmt: skip
+    return out, normed
