@@ -24,7 +24,15 @@ from common.activation import GELU
 from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided, TokenNorm
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
-from common.kernels import depthwise, depthwise_taps, fits_sketch, usable
+from common.kernels import (
+    depthwise,
+    depthwise_norm,
+    depthwise_taps,
+    fits_depthwise_norm,
+    fits_sketch,
+    product_dtype,
+    usable,
+)
 from common.registry import defaults, register_model
 from common.residual import add_norm
 from common.shifts import roll
@@ -116,7 +124,10 @@ class ConvProjection(nn.Module):
 
     def forward(self, x: Tensor, cls_token: Tensor, origin: Tensor | None) -> Tensor:
         weight = kept(lambda: self.conv.weight[:, 0].permute(1, 2, 0).contiguous(), "depthwise", self.conv.weight)
-        x = depthwise(x, weight, self.conv.stride[0], self.conv.padding_mode == "circular", origin)
+        how = self.conv.stride[0], self.conv.padding_mode == "circular", origin
+        if fits_depthwise_norm(x, weight, self.norm):
+            return self.proj(depthwise_norm(x, cls_token, weight, self.norm, *how))
+        x = depthwise(x, weight, *how)
         x = self.norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)  # B, tokens, C
         return self.proj(torch.cat([cls_token, x], 1) if cls_token.shape[1] else x)
 
@@ -140,9 +151,11 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, size: tuple[int, int], origin: Tensor | None) -> Tensor:
-        b, n, c = x.shape
+        (b, n, c), learning = x.shape, torch.is_grad_enabled()
+        x = x if learning else x.to(product_dtype(x))  # once, and then read in place
         cls_token, x = x.split([n - size[0] * size[1], size[0] * size[1]], 1)
-        x = x.unflatten(1, size).contiguous()  # B, H, W, C; the compiler writes it so at once
+        x = x.unflatten(1, size)  # B, H, W, C
+        x = x.contiguous() if learning else x  # the compiler writes it so at once
         q, k, v = (
             project(x, cls_token, begin).view(b, -1, self.num_heads, c // self.num_heads).transpose(1, 2)
             for project, begin in ((self.q, None), (self.k, origin), (self.v, origin))

@@ -33,7 +33,16 @@ from common.activation import GELU
 from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided, TokenNorm, best_offset
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
-from common.kernels import depthwise, fits_rolled_norm, fits_sketch, pooled_taps, product_dtype, rolled_norm
+from common.kernels import (
+    depthwise,
+    fits_pooled,
+    fits_rolled_norm,
+    fits_sketch,
+    pooled,
+    pooled_taps,
+    product_dtype,
+    rolled_norm,
+)
 from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
 from common.residual import add_norm
@@ -133,21 +142,29 @@ class PoolingAttention(nn.Module):
         self.norm_v = LayerNorm(head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        pools = ((self.pool_q, self.norm_q), (self.pool_k, self.norm_k), (self.pool_v, self.norm_v))
-        q, k, v = (self.pool(t, *pool) for t, pool in zip(self.qkv(x).chunk(3, -1), pools, strict=True))
-        positions = self.position_bias(q)
-        places = self.places.to(k).expand(*k.shape[:2], -1, -1)
-        x = F.scaled_dot_product_attention(torch.cat([q, positions], -1), torch.cat([k, places], -1),
-                                           F.pad(v, (0, places.shape[-1])), scale=q.shape[-1] ** -0.5)  # fmt: skip
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, beside = self.pool(q, self.pool_q, self.norm_q), self.places.shape[1]
+        k = self.pool(k, self.pool_k, self.norm_k, beside, self.places)
+        v = self.pool(v, self.pool_v, self.norm_v, beside)
+        x = F.scaled_dot_product_attention(torch.cat([q, self.position_bias(q)], -1), k, v, scale=q.shape[-1] ** -0.5)
         x = x[..., : q.shape[-1]] + q
         x = x.transpose(1, 2).reshape(x.shape[0], len(self.rows), len(self.columns), -1)
         return self.proj(x)
 
-    def pool(self, x: Tensor, conv: nn.Conv2d, norm: nn.LayerNorm) -> Tensor:
-        """Pool every head by the same kernel, and normalise: (B, H, W, heads d) -> (B, heads, H/s W/s, d)."""
+    def pool(self, x: Tensor, conv: nn.Conv2d, norm: nn.LayerNorm, beside: int = 0,
+             tail: Tensor | None = None) -> Tensor:  # fmt: skip
+        """Pool every head by the same kernel, normalise, and put so many channels ``beside``, those of ``tail``
+        (H/s W/s, n) or zeros: (B, H, W, heads d) -> (B, heads, H/s W/s, d + n)."""
+        how = conv.stride[0], conv.padding_mode == "circular"
+        weight = kept(lambda: conv.weight[:, 0].permute(1, 2, 0).float().contiguous(), "taps", conv.weight)
+        if beside and fits_pooled(x, weight, norm.weight):
+            return pooled(x, weight, norm.weight, norm.bias, norm.eps, *how, beside, tail)
         weight = kept(lambda: conv.weight[:, 0].permute(1, 2, 0).repeat(1, 1, self.num_heads), "heads", conv.weight)
-        x = depthwise(x, weight, conv.stride[0], conv.padding_mode == "circular").unflatten(3, (self.num_heads, -1))
-        return norm(x).to(x.dtype).flatten(1, 2).transpose(1, 2)
+        x = depthwise(x, weight, *how).unflatten(3, (self.num_heads, -1))
+        x = norm(x).to(x.dtype).flatten(1, 2).transpose(1, 2)
+        if tail is None:
+            return F.pad(x, (0, beside)) if beside else x
+        return torch.cat([x, tail.to(x).expand(*x.shape[:2], -1, -1)], -1)
 
     def position_bias(self, q: Tensor) -> Tensor:
         """E as channels of queries (B, heads, queries, d): one for every row and every column of keys, in the order of

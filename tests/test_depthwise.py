@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from conftest import assert_same_logits_by_kernels, interpreted, launches
 from torch import Tensor, nn
 
-from common.kernels import depthwise, fits_depthwise_kernel, plain_depthwise
+from common.kernels import (
+    depthwise,
+    depthwise_norm,
+    fits_depthwise_kernel,
+    fits_depthwise_norm,
+    fits_pooled,
+    plain_depthwise,
+    pooled,
+)
 from common.registry import create_model
 from common.shifts import _CircularPad, convolve
 from mvitv2.model import PoolingAttention, circular_max
@@ -59,12 +67,83 @@ def test_depthwise_kernel_at_an_origin(size: tuple[int, int], stride: int) -> No
         assert torch.allclose(fast, plain, atol=1e-4, rtol=1e-5)
 
 
+def lively_norm(channels: int) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(channels, eps=1e-3).eval()
+    for tensor in norm.state_dict().values():
+        if tensor.is_floating_point():
+            nn.init.uniform_(tensor, 0.5, 2.0)
+    return norm
+
+
+@interpreted
+@pytest.mark.parametrize("lead", [0, 1, 3])
+@pytest.mark.parametrize(("size", "channels", "stride", "placed"), [
+    ((4, 12), 64, 1, False), ((6, 6), 96, 2, True), ((7, 5), 33, 2, False)
+])  # fmt: skip
+@torch.no_grad()
+def test_depthwise_norm(size: tuple[int, int], channels: int, stride: int, placed: bool, lead: int) -> None:
+    """What a convolution, a norm and a concatenation give, one after another; of tokens that lie behind those to be
+    passed on."""
+    area = size[0] * size[1]
+    first, x = torch.randn(3, lead + area, channels).split([lead, area], 1)
+    x, weight, norm = x.unflatten(1, size), torch.randn(3, 3, channels), lively_norm(channels)
+    how = stride, placed, torch.tensor([[0, 1], [1, 0], [1, 1]]) if placed else None
+    assert fits_depthwise_norm(x, weight, norm)
+    found = depthwise_norm(x, first, weight, norm, *how)
+    plain = norm(plain_depthwise(x, weight, *how).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
+    assert torch.equal(found[:, :lead], first)
+    assert torch.allclose(found, torch.cat([first, plain], 1), atol=1e-5, rtol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize(("beside", "tail"), [(0, False), (16, True), (24, False)], ids=["alone", "tail", "zeros"])
+@pytest.mark.parametrize(("size", "d", "stride", "circular"), [
+    ((4, 12), 96, 1, True), ((6, 6), 32, 2, False), ((7, 5), 40, 2, False), ((8, 8), 48, 4, True)
+])  # fmt: skip
+@torch.no_grad()
+def test_pooled(size: tuple[int, int], d: int, stride: int, circular: bool, beside: int, tail: bool) -> None:
+    """What a convolution, a norm and a concatenation give, one after another; heads in three pieces, in one, and with
+    channels to spare, of a slice of wider tokens."""
+    x = torch.randn(3, *size, 6 * d)[..., 2 * d : 4 * d]
+    weight, gain, shift = torch.randn(3, 3, d), torch.rand(d), torch.randn(d)
+    area = -(-size[0] // stride) * -(-size[1] // stride)
+    more = torch.randn(area, beside) if tail else torch.zeros(area, beside)
+    assert fits_pooled(x, weight, gain)
+    found = pooled(x, weight, gain, shift, 1e-3, stride, circular, beside, more if tail else None)
+    plain = plain_depthwise(x, weight.repeat(1, 1, 2), stride, circular).unflatten(3, (2, d))
+    plain = F.layer_norm(plain, (d,), gain, shift, 1e-3).flatten(1, 2).transpose(1, 2)
+    assert torch.allclose(found, torch.cat([plain, more.expand(3, 2, -1, -1)], -1), atol=1e-5, rtol=1e-5)
+
+
+@interpreted
+def test_pooled_is_for_inference() -> None:
+    """Lost otherwise: gradients."""
+    x, weight, gain = torch.randn(1, 4, 4, 64), torch.randn(3, 3, 32), torch.ones(32)
+    assert not fits_pooled(x, weight, gain)
+    with torch.no_grad():
+        assert fits_pooled(x, weight, gain)
+        assert not fits_pooled(x.double(), weight, gain)
+        assert not fits_pooled(x, weight, None)
+
+
+@interpreted
+def test_depthwise_norm_is_for_inference() -> None:
+    """Lost otherwise: gradients, and statistics that a norm gathers."""
+    x, weight, norm = torch.randn(1, 4, 4, 16), torch.randn(3, 3, 16), nn.BatchNorm2d(16).eval()
+    assert not fits_depthwise_norm(x, weight, norm)
+    with torch.no_grad():
+        assert fits_depthwise_norm(x, weight, norm)
+        assert not fits_depthwise_norm(x, weight, norm.train())
+        for other in (nn.BatchNorm2d(16, track_running_stats=False), nn.BatchNorm2d(16, affine=False)):
+            assert not fits_depthwise_norm(x, weight, other.eval())
+
+
 @interpreted
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(("name", "calls"), [("cvt_micro", 12), ("mvitv2_micro", 15)])
 def test_models_use_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str, calls: int, adaptive: bool) -> None:
-    """Every query, key and value of a model goes through the kernel, and its logits stay what they were."""
-    launched = launches(monkeypatch, "depthwise")
+    """Every query, key and value of a model goes through a kernel, and its logits stay what they were."""
+    launched = launches(monkeypatch, "depthwise", "pooling")
     model = create_model(name, adaptive=adaptive, anchors=()).eval()
     assert_same_logits_by_kernels(monkeypatch, model, launched, calls)
 

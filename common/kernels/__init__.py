@@ -4,10 +4,17 @@ from .activation import fits_gelu_kernel, gelu
 from .base import AVAILABLE, INTERPRETED, product_dtype, usable
 from .canonical import canonical_offset, fits_canonical_kernel
 from .convolving import convolved, fits_convolved
-from .depthwise import depthwise, fits_depthwise_kernel, plain_depthwise
+from .depthwise import (
+    depthwise,
+    depthwise_norm,
+    fits_depthwise_kernel,
+    fits_depthwise_norm,
+    plain_depthwise,
+)
 from .merging import fits_merge_kernel, fits_merged_product, merged_product, rolled_merge
 from .patches import all_phases, fits_image_phases, fits_image_tokens, image_phases, image_tokens, in_pieces
 from .pixels import fits_image_windows, image_windows, packed
+from .pooling import fits_pooled, pooled
 from .residual import add_norm, fits_add_norm
 from .rolling import fits_roll_kernel, fits_rolled_norm, rolled, rolled_norm
 from .scores import best_phase, best_window, fits_window_scores, token_moments
@@ -34,17 +41,20 @@ __all__ = [
     "convolution_taps",
     "convolved",
     "depthwise",
+    "depthwise_norm",
     "depthwise_taps",
     "fits_add_norm",
     "fits_canonical_kernel",
     "fits_convolved",
     "fits_depthwise_kernel",
+    "fits_depthwise_norm",
     "fits_gelu_kernel",
     "fits_image_phases",
     "fits_image_tokens",
     "fits_image_windows",
     "fits_merge_kernel",
     "fits_merged_product",
+    "fits_pooled",
     "fits_roll_kernel",
     "fits_rolled_norm",
     "fits_sketch",
@@ -62,6 +72,7 @@ __all__ = [
     "merging_weights",
     "packed",
     "plain_depthwise",
+    "pooled",
     "pooled_taps",
     "product_dtype",
     "rolled",

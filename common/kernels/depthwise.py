@@ -1,12 +1,14 @@
 """Depthwise 3 x 3 convolutions of channels-last tokens, around the torus or padded with zeros, forward and backward:
-neighbours are read where they lie, so nothing is padded, permuted or copied."""
+neighbours are read where they lie, so nothing is padded, permuted or copied. In inference also with the BatchNorm that
+follows, and behind tokens that are only passed on."""
 
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.library import register_autograd
 
 from .. import shifts
@@ -18,7 +20,7 @@ if AVAILABLE:
 
     from .base import around
 
-__all__ = ["depthwise", "fits_depthwise_kernel", "plain_depthwise"]
+__all__ = ["depthwise", "depthwise_norm", "fits_depthwise_kernel", "fits_depthwise_norm", "plain_depthwise"]
 
 PROGRAMS = 2048  # of a backward pass: enough to fill a GPU, and each leaves one sum per weight
 
@@ -37,6 +39,17 @@ def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Te
     return plain_depthwise(x, weight, stride, circular, origin)
 
 
+def depthwise_norm(x: Tensor, lead: Tensor, weight: Tensor, norm: nn.BatchNorm2d, stride: int, circular: bool,
+                   origin: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Tokens ``lead`` (B, n, C), and behind them, row by row, ``norm`` of what ``depthwise`` makes of x: all in one
+    pass, where ``fits_depthwise_norm`` holds -> (B, n + H/stride W/stride, C)."""
+    x, mean, variance = x.to(product_dtype(x)), norm.running_mean, norm.running_var
+    if mean is None or variance is None:
+        raise ValueError("a norm without running statistics cannot be taken in one pass with a convolution")
+    return depthwise_norm_kernel(x, lead.to(x.dtype), weight.float().contiguous(), mean, variance, norm.weight,
+                                 norm.bias, origin, stride, circular, norm.eps)  # fmt: skip
+
+
 def plain_depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Tensor | None = None) -> Tensor:
     """``depthwise`` by ``F.conv2d``: the reference of the kernel, and what runs where it does not."""
     x = x if origin is None else shifts.roll(x, origin, (1, 2), within=True)
@@ -52,6 +65,13 @@ def fits_depthwise_kernel(x: Tensor, weight: Tensor) -> bool:
     that it reads a slice of the channels in place."""
     single = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return usable(x) and single and x.numel() > 0 and x.stride(3) == 1 and weight.shape[:2] == (3, 3)
+
+
+def fits_depthwise_norm(x: Tensor, weight: Tensor, norm: nn.BatchNorm2d) -> bool:
+    """Whether ``depthwise_norm`` takes these: tokens for the kernel, no gradient, and a norm by what it has learnt."""
+    learnt = not norm.training and norm.running_mean is not None and norm.affine
+    plain = not torch.is_grad_enabled() and not isinstance(norm.weight, DTensor)
+    return learnt and plain and fits_depthwise_kernel(x, weight)
 
 
 if AVAILABLE:
@@ -77,12 +97,25 @@ if AVAILABLE:
         return n, there
 
     @triton.jit
-    def _depthwise_forward(x, weight, origin, out, height, width, rows, columns, count, stride_b, stride_h, stride_w,
-                           STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr, CHANNELS: tl.constexpr,
-                           BAND: tl.constexpr, C: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    def _depthwise_forward(x, lead, weight, mean, variance, gain, shift, origin, out, height, width, rows, columns,
+                           count, images, stride_b, stride_h, stride_w, lead_b, lead_n, LEAD: tl.constexpr,
+                           NORM: tl.constexpr, EPS: tl.constexpr, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr,
+                           PLACED: tl.constexpr, CHANNELS: tl.constexpr, BAND: tl.constexpr, C: tl.constexpr,
+                           T: tl.constexpr):  # fmt: skip
+        """T outputs; in further programs, of the LEAD tokens that go before those of each image, as many."""
         BLOCKS: tl.constexpr = (CHANNELS + C - 1) // C
-        t = tl.program_id(0) // BLOCKS * T + tl.arange(0, T)
-        c = tl.program_id(0) % BLOCKS * C + tl.arange(0, C)
+        part, c = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * C + tl.arange(0, C)
+        if LEAD:
+            parts = tl.cdiv(count, T)
+            if part >= parts:
+                n = (part - parts) * T + tl.arange(0, T)
+                image, n = (n // LEAD).to(tl.int64), n % LEAD
+                keep = (image < images)[:, None] & (c < CHANNELS)[None, :]
+                value = tl.load(lead + (image * lead_b + n * lead_n)[:, None] + c[None, :], keep)
+                place = (image * (LEAD + rows * columns) + n) * CHANNELS
+                tl.store(out + place[:, None] + c[None, :], value, keep)
+                return
+        t = part * T + tl.arange(0, T)
         image, h, w = _grid(t, rows, columns, BAND)
         top, left = 0, 0
         if PLACED:
@@ -99,7 +132,12 @@ if AVAILABLE:
                 value = tl.load(x + place[:, None] + c[None, :], keep[:, None] & channels, 0.0)
                 tap = tl.load(weight + (3 * i + j) * CHANNELS + c, c < CHANNELS, 0.0)
                 total += value.to(tl.float32) * tap[None, :]
-        place = ((image * rows + h) * columns + w) * CHANNELS
+        if NORM:
+            scale = tl.load(gain + c, c < CHANNELS, 0.0).to(tl.float32)
+            scale /= tl.sqrt(tl.load(variance + c, c < CHANNELS, 1.0).to(tl.float32) + EPS)
+            total = (total - tl.load(mean + c, c < CHANNELS, 0.0).to(tl.float32)[None, :]) * scale[None, :]
+            total += tl.load(shift + c, c < CHANNELS, 0.0).to(tl.float32)[None, :]
+        place = (image * (LEAD + rows * columns) + (LEAD + h * columns + w)) * CHANNELS
         tl.store(out + place[:, None] + c[None, :], total.to(out.dtype.element_ty), (t < count)[:, None] & channels)
 
     @triton.jit
@@ -182,16 +220,34 @@ if AVAILABLE:
 @operator("shift_vits::depthwise")
 def depthwise_kernel(x: Tensor, weight: Tensor, origin: Tensor | None, stride: int, circular: bool) -> Tensor:
     """``depthwise`` in one pass; weight (3, 3, C) in float32, contiguous."""
-    b, h, w, channels = x.shape
-    rows, columns = -(-h // stride), -(-w // stride)
-    out = torch.empty((b, rows, columns, channels), dtype=x.dtype, device=x.device)
-    block, tile = _tile(x, vectors=2)
-    count = b * rows * columns
-    launch(_depthwise_forward, (-(-count // tile) * -(-channels // block),), x, weight,
-           weight if origin is None else origin, out, h, w, rows, columns, count, x.stride(0), x.stride(1), x.stride(2),
-           STRIDE=stride, CIRCULAR=circular, PLACED=origin is not None, CHANNELS=channels, BAND=math.gcd(rows, 4),
-           C=block, T=tile, num_warps=4)  # fmt: skip
+    out = torch.empty((len(x), -(-x.shape[1] // stride), -(-x.shape[2] // stride), x.shape[3]), dtype=x.dtype,
+                      device=x.device)  # fmt: skip
+    _forward(x, None, weight, None, origin, out, stride, circular, 0.0)
     return out
+
+
+@operator("shift_vits::depthwise_norm")
+def depthwise_norm_kernel(x: Tensor, lead: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, gain: Tensor,
+                          shift: Tensor, origin: Tensor | None, stride: int, circular: bool,
+                          eps: float) -> Tensor:  # fmt: skip
+    """``depthwise_norm``; weight as of ``depthwise_kernel``."""
+    tokens = lead.shape[1] + -(-x.shape[1] // stride) * -(-x.shape[2] // stride)
+    out = torch.empty((len(x), tokens, x.shape[3]), dtype=x.dtype, device=x.device)
+    _forward(x, lead, weight, (mean, variance, gain, shift), origin, out, stride, circular, eps)
+    return out
+
+
+def _forward(x: Tensor, lead: Tensor | None, weight: Tensor, norm: tuple[Tensor, ...] | None, origin: Tensor | None,
+             out: Tensor, stride: int, circular: bool, eps: float) -> None:  # fmt: skip
+    b, h, w, channels = x.shape
+    rows, columns, n = -(-h // stride), -(-w // stride), 0 if lead is None else lead.shape[1]
+    block, tile = _tile(x, vectors=2)
+    count, strides = b * rows * columns, (0, 0) if lead is None else lead.stride()[:2]
+    programs = (-(-count // tile) + -(-b * n // tile)) * -(-channels // block)
+    launch(_depthwise_forward, (programs,), x, x if lead is None else lead, weight, *(norm or (weight,) * 4),
+           weight if origin is None else origin, out, h, w, rows, columns, count, b, *x.stride()[:3], *strides, LEAD=n,
+           NORM=norm is not None, EPS=eps, STRIDE=stride, CIRCULAR=circular, PLACED=origin is not None,
+           CHANNELS=channels, BAND=math.gcd(rows, 4), C=block, T=tile, num_warps=4)  # fmt: skip
 
 
 @operator("shift_vits::depthwise_backward")

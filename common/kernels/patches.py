@@ -9,6 +9,8 @@ window in bands as high as the stride and a band in pieces of a few pixels, and 
 not complete yet. ``in_pieces`` puts weights in the same order; windows of the second hold a kernel at ``all_phases``.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,14 +28,14 @@ if AVAILABLE:
 __all__ = ["all_phases", "fits_image_phases", "fits_image_tokens", "image_phases", "image_tokens", "in_pieces"]
 
 PLANES = 64  # places of a window in planes, multiplied at once
-TOKENS = {"places": 64, "bands": 2, "cells": 64, "rows": 19, "many": 28, "settled": 3, "wide": 128, "num_warps": 4,
-          "num_stages": 2, "ahead": 64}  # fmt: skip
-PHASES = {"places": 32, "bands": 3, "cells": 64, "rows": 19, "many": 28, "settled": 2, "wide": 64, "num_warps": 4,
-          "num_stages": 2, "ahead": 64}  # fmt: skip
-"""Places of a window in a packed image, multiplied at once; bands of it at most; cells in a product; rows of them in a
-program that has few sums in registers, or many; how many bands make a program wait for the sums that it takes along:
-where these change places, compilers else let no two products overlap; outputs that take twice the warps; rows that are
-on their way, and outputs that take one more."""
+TOKENS: dict[str, Any] = {"places": (32, 64), "bands": 2, "cells": 64, "rows": (19, 28), "settled": 3, "wide": 128,
+                          "num_warps": 4, "num_stages": (2, 2), "ahead": 64}  # fmt: skip
+PHASES: dict[str, Any] = {"places": (32, 32), "bands": 3, "cells": 64, "rows": (28, 28), "settled": 2, "wide": 64,
+                          "num_warps": 4, "num_stages": (3, 2), "ahead": 64}  # fmt: skip
+"""Places of a window in a packed image, multiplied at once, in a program that has few sums in registers, or many; bands
+of it at most; cells in a product; rows of them in a program, few sums or many; how many bands make a program wait for
+the sums that it takes along: where these change places, compilers else let no two products overlap; outputs that take
+twice the warps; rows that are on their way, few sums or many, and outputs that take one more."""
 BATCH = 128  # images whose programs fill a GPU: of fewer, each takes fewer rows
 MEMORY = 200_000  # bytes, of a program
 
@@ -44,18 +46,18 @@ def fits_image_tokens(x: Tensor, weight: Tensor, stride: int, dtype: torch.dtype
     size, half = weight.shape[-1], dtype in (torch.bfloat16, torch.float16) or INTERPRETED
     few = half and len(weight) <= 256 and not torch.is_grad_enabled() and fits_image_windows(x, size, stride)
     near = size > stride or is_packed(x)
-    return few and _held(len(weight), TOKENS, _pieces(x.shape[1], near, size, stride, TOKENS))
+    return few and _held(len(weight), TOKENS, _pieces(x.shape[1], near, size, stride, len(weight), TOKENS))
 
 
 def fits_image_phases(x: Tensor, rows: int, size: int, stride: int) -> bool:
     """Whether ``image_phases`` takes a kernel of so many rows (outputs), size x size: 16-128 outputs (phases times
     rows), small windows."""
     window, outputs = size + stride - 1, rows * stride**2
-    held = _held(outputs, PHASES, _pieces(x.shape[1], True, window, stride, PHASES))
+    held = _held(outputs, PHASES, _pieces(x.shape[1], True, window, stride, outputs, PHASES))
     return outputs in (16, 32, 64, 128) and window <= 16 and held and fits_image_windows(x, window, stride)
 
 
-def _pieces(channels: int, near: bool, size: int, stride: int, how: dict[str, int]) -> dict[str, int]:
+def _pieces(channels: int, near: bool, size: int, stride: int, outputs: int, how: dict[str, Any]) -> dict[str, int]:
     """How windows of size x size pixels are read, ``near`` if they are packed. If it takes no more bands than given, in
     bands of ``stride`` rows: a band is read once for all the windows that it is a part of.
 
@@ -70,16 +72,22 @@ def _pieces(channels: int, near: bool, size: int, stride: int, how: dict[str, in
     wide, narrow = power(size), 0
     if 2 <= size <= 3 * wide // 4:
         wide, narrow = wide // 2, wide // 4
-    k = max(16, wide * c, min(how["places"], power(band) * wide * c))
+    k = max(16, wide * c, min(how["places"][_many(outputs, count)], power(band) * wide * c))
     steps = -(-band * c * wide // k)
     pieces = steps + -(-band * c * narrow // k)
     return {"K": k, "WIDE": wide, "STEPS": steps, "NARROW": max(1, narrow), "PIECES": pieces, "BAND": band,
             "BANDS": count}  # fmt: skip
 
 
-def _held(outputs: int, how: dict[str, int], cut: dict[str, int]) -> bool:
-    """Whether a program can hold all weights, and three times what it reads for one row."""
-    read = how["cells"] * (how["num_stages"] + 1) * (2 if cut["STEPS"] else 4)  # bytes of packed numbers, or in planes
+def _many(outputs: int, bands: int) -> int:
+    """1 where a program has many sums in registers, else 0: which of two numbers to take (compilers want no bool)."""
+    return int(bands * outputs > 128)
+
+
+def _held(outputs: int, how: dict[str, Any], cut: dict[str, int]) -> bool:
+    """Whether a program can hold all weights, and what it reads for a row, for those on their way and one more."""
+    stages = how["num_stages"][_many(outputs, cut["BANDS"])]
+    read = how["cells"] * (stages + 1) * (2 if cut["STEPS"] else 4)  # bytes of packed numbers, or in planes
     return cut["PIECES"] * cut["K"] * (2 * max(16, outputs) * cut["BANDS"] + read) <= MEMORY
 
 
@@ -88,7 +96,7 @@ def in_pieces(weight: Tensor, x: Tensor, stride: int, phases: bool = False) -> T
     ``image_tokens`` or ``image_phases`` (see ``_pieces``): channel by channel or, if it is ``packed``, pixel by pixel,
     with zeros for channels up to a power of two. Zeros also beyond a window, up to whole pieces."""
     size, c = weight.shape[-1], power(x.shape[1])
-    cut = _pieces(x.shape[1], is_packed(x), size, stride, PHASES if phases else TOKENS)
+    cut = _pieces(x.shape[1], is_packed(x), size, stride, len(weight), PHASES if phases else TOKENS)
     if not is_packed(x):
         weight = weight.flatten(1).T
         return F.pad(weight, (0, 0, 0, cut["PIECES"] * cut["K"] - len(weight))).contiguous()
@@ -297,12 +305,13 @@ if AVAILABLE:
 
 
 def _reading(x: Tensor, size: int, stride: int, outputs: int,
-             how: dict[str, int]) -> tuple[int, int, dict[str, int]]:  # fmt: skip
+             how: dict[str, Any]) -> tuple[int, int, dict[str, int]]:  # fmt: skip
     """Programs for an image and for a row of its cells, and how they read it and their windows; with twice the warps
     for many outputs."""
     batch, c, rows, across = x.shape[0], x.shape[1], x.shape[2] // stride, x.shape[3] // stride
-    cut = _pieces(c, is_packed(x), size, stride, how)
-    m, below = max(16, min(how["cells"], power(across))), how["many" if cut["BANDS"] * outputs > 128 else "rows"]
+    cut = _pieces(c, is_packed(x), size, stride, outputs, how)
+    many = _many(outputs, cut["BANDS"])
+    m, below = max(16, min(how["cells"], power(across))), how["rows"][many]
     if batch < BATCH:
         below = max(4, below * batch // BATCH)
     blocks, parts = -(-across // m), -(-rows // below)
@@ -310,7 +319,7 @@ def _reading(x: Tensor, size: int, stride: int, outputs: int,
         "SW": x.stride(3), "SIZE": size, "STRIDE": stride, "PACKED": is_packed(x), "CHANNELS": c, "C": power(c), **cut,
         "SETTLED": how["settled"], "M": m, "ROWS": -(-rows // parts),
         "num_warps": how["num_warps"] * (2 if outputs > how["wide"] else 1),
-        "num_stages": how["num_stages"] + (outputs > how["ahead"] and is_packed(x)),
+        "num_stages": how["num_stages"][many] + (outputs > how["ahead"] and is_packed(x)),
     }  # fmt: skip
 
 
