@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kernels
 
-__all__ = ["forget", "kept", "product", "whole"]
+__all__ = ["forget", "kept", "product", "taps", "whole"]
 
 T = TypeVar("T")
 _KEPT = WeakTensorKeyDictionary()
@@ -44,6 +44,13 @@ def forget(module: nn.Module) -> None:
     """Drop what is kept of a module's weights."""
     for parameter in module.parameters():
         _KEPT.pop(parameter, None)
+
+
+def taps(weight: Tensor, x: Tensor, repeats: int = 1) -> Tensor:
+    """Weights (C, 1, k, k) of a depthwise convolution as ``kernels.depthwise`` takes them, (k, k, C), or so many times
+    C; in inference of the type in which x is multiplied."""
+    dtype = weight.dtype if torch.is_grad_enabled() else kernels.product_dtype(x)
+    return kept(lambda: weight[:, 0].permute(1, 2, 0).repeat(1, 1, repeats).to(dtype), (dtype, repeats), weight)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

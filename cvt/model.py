@@ -36,7 +36,7 @@ from common.kernels import (
 from common.registry import defaults, register_model
 from common.residual import add_norm
 from common.shifts import roll
-from common.weights import kept, whole
+from common.weights import kept, taps, whole
 
 ANCHORS = ("token", "projection")
 
@@ -123,7 +123,7 @@ class ConvProjection(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor, cls_token: Tensor, origin: Tensor | None) -> Tensor:
-        weight = kept(lambda: self.conv.weight[:, 0].permute(1, 2, 0).contiguous(), "depthwise", self.conv.weight)
+        weight = taps(self.conv.weight, x)
         how = self.conv.stride[0], self.conv.padding_mode == "circular", origin
         if fits_depthwise_norm(x, weight, self.norm):
             return self.proj(depthwise_norm(x, cls_token, weight, self.norm, *how))

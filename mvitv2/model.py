@@ -47,7 +47,7 @@ from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
 from common.residual import add_norm
 from common.shifts import roll
-from common.weights import kept, product, whole
+from common.weights import kept, product, taps, whole
 
 ANCHORS = ("token", "pool")
 
@@ -156,11 +156,10 @@ class PoolingAttention(nn.Module):
         """Pool every head by the same kernel, normalise, and put so many channels ``beside``, those of ``tail``
         (H/s W/s, n) or zeros: (B, H, W, heads d) -> (B, heads, H/s W/s, d + n)."""
         how = conv.stride[0], conv.padding_mode == "circular"
-        weight = kept(lambda: conv.weight[:, 0].permute(1, 2, 0).float().contiguous(), "taps", conv.weight)
+        weight = taps(conv.weight, x)
         if beside and fits_pooled(x, weight, norm.weight):
             return pooled(x, weight, norm.weight, norm.bias, norm.eps, *how, beside, tail)
-        weight = kept(lambda: conv.weight[:, 0].permute(1, 2, 0).repeat(1, 1, self.num_heads), "heads", conv.weight)
-        x = depthwise(x, weight, *how).unflatten(3, (self.num_heads, -1))
+        x = depthwise(x, taps(conv.weight, x, self.num_heads), *how).unflatten(3, (self.num_heads, -1))
         x = norm(x).to(x.dtype).flatten(1, 2).transpose(1, 2)
         if tail is None:
             return F.pad(x, (0, beside)) if beside else x

@@ -46,7 +46,7 @@ def depthwise_norm(x: Tensor, lead: Tensor, weight: Tensor, norm: nn.BatchNorm2d
     x, mean, variance = x.to(product_dtype(x)), norm.running_mean, norm.running_var
     if mean is None or variance is None:
         raise ValueError("a norm without running statistics cannot be taken in one pass with a convolution")
-    return depthwise_norm_kernel(x, lead.to(x.dtype), weight.float().contiguous(), mean, variance, norm.weight,
+    return depthwise_norm_kernel(x, lead.to(x.dtype), weight.to(x.dtype).contiguous(), mean, variance, norm.weight,
                                  norm.bias, origin, stride, circular, norm.eps)  # fmt: skip
 
 
@@ -130,7 +130,7 @@ if AVAILABLE:
                 place = image * stride_b + y * stride_h + z * stride_w
                 keep = (t < count) & in_rows & in_columns
                 value = tl.load(x + place[:, None] + c[None, :], keep[:, None] & channels, 0.0)
-                tap = tl.load(weight + (3 * i + j) * CHANNELS + c, c < CHANNELS, 0.0)
+                tap = tl.load(weight + (3 * i + j) * CHANNELS + c, c < CHANNELS, 0.0).to(tl.float32)
                 total += value.to(tl.float32) * tap[None, :]
         if NORM:
             scale = tl.load(gain + c, c < CHANNELS, 0.0).to(tl.float32)
@@ -230,7 +230,7 @@ def depthwise_kernel(x: Tensor, weight: Tensor, origin: Tensor | None, stride: i
 def depthwise_norm_kernel(x: Tensor, lead: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, gain: Tensor,
                           shift: Tensor, origin: Tensor | None, stride: int, circular: bool,
                           eps: float) -> Tensor:  # fmt: skip
-    """``depthwise_norm``; weight as of ``depthwise_kernel``."""
+    """``depthwise_norm``; weight (3, 3, C), contiguous."""
     tokens = lead.shape[1] + -(-x.shape[1] // stride) * -(-x.shape[2] // stride)
     out = torch.empty((len(x), tokens, x.shape[3]), dtype=x.dtype, device=x.device)
     _forward(x, lead, weight, (mean, variance, gain, shift), origin, out, stride, circular, eps)

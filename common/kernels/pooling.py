@@ -18,7 +18,7 @@ if AVAILABLE:
 
 __all__ = ["fits_pooled", "pooled"]
 
-TOKENS = 32  # of a program
+TOKENS = 16  # of a program
 
 
 def fits_pooled(x: Tensor, weight: Tensor, gain: Tensor | None) -> bool:
@@ -54,10 +54,11 @@ if AVAILABLE:
                 keep = ((t < count) & in_rows & in_columns)[:, None] & real[None, :]
                 place = x + (image * stride_b + y * stride_h + z * stride_w)[:, None] + c[None, :]
                 tap = weight + (3 * i + j) * CHANNELS + c
-                t0 += tl.load(place, keep, 0.0).to(tl.float32) * tl.load(tap, real, 0.0)[None, :]
+                t0 += tl.load(place, keep, 0.0).to(tl.float32) * tl.load(tap, real, 0.0).to(tl.float32)[None, :]
                 if PIECES == 3:
-                    t1 += tl.load(place + C, keep, 0.0).to(tl.float32) * tl.load(tap + C)[None, :]
-                    t2 += tl.load(place + 2 * C, keep, 0.0).to(tl.float32) * tl.load(tap + 2 * C)[None, :]
+                    t1 += tl.load(place + C, keep, 0.0).to(tl.float32) * tl.load(tap + C).to(tl.float32)[None, :]
+                    tap += 2 * C
+                    t2 += tl.load(place + 2 * C, keep, 0.0).to(tl.float32) * tl.load(tap).to(tl.float32)[None, :]
         mean = tl.sum(t0 + t1 + t2, 1) / CHANNELS
         d0 = tl.where(real[None, :], t0 - mean[:, None], 0.0)
         square = d0 * d0
@@ -86,8 +87,8 @@ if AVAILABLE:
 @operator("shift_vits::pooled")
 def pooled(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, eps: float, stride: int, circular: bool,
            width: int, tail: Tensor | None) -> Tensor:  # fmt: skip
-    """Every head of x (B, H, W, heads d) convolved with ``weight`` (3, 3, d), float32, contiguous, as by ``depthwise``,
-    and normalised as by a LayerNorm of d; beside each token its row of ``tail`` (H/s W/s, width), or zeros
+    """Every head of x (B, H, W, heads d) convolved with ``weight`` (3, 3, d), contiguous, as by ``depthwise``, and
+    normalised as by a LayerNorm of d; beside each token its row of ``tail`` (H/s W/s, width), or zeros
     -> (B, heads, H/s W/s, d + width)."""
     (b, h, w, channels), d = x.shape, weight.shape[2]
     rows, columns, heads = -(-h // stride), -(-w // stride), channels // d
