@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from . import kernels
 
-__all__ = ["add_norm"]
+__all__ = ["add_norm", "norm_ahead"]
 
 
 def add_norm(x: Tensor, update: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
@@ -13,3 +13,11 @@ def add_norm(x: Tensor, update: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Ten
         return kernels.add_norm(x, update, norm.weight, norm.bias, norm.eps, kernels.product_dtype(x))
     x = x + update
     return x, norm(x)
+
+
+def norm_ahead(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
+    """The norm of x by a kernel, if it fits, else None: for the first of several blocks, where a compiler would fuse it
+    with all that comes before, and take longer."""
+    if not kernels.fits_add_norm(x, None, norm.weight):
+        return None
+    return kernels.add_norm(x, None, norm.weight, norm.bias, norm.eps, kernels.product_dtype(x))[1]

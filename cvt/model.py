@@ -34,7 +34,7 @@ from common.kernels import (
     usable,
 )
 from common.registry import defaults, register_model
-from common.residual import add_norm
+from common.residual import add_norm, norm_ahead
 from common.shifts import roll
 from common.weights import kept, taps, whole
 
@@ -178,8 +178,10 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act, drop=proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, size: tuple[int, int], origin: Tensor | None) -> Tensor:
-        x, normed = add_norm(x, self.drop_path(self.attn(self.norm1(x), size, origin)), self.norm2)
+    def forward(self, x: Tensor, size: tuple[int, int], origin: Tensor | None, normed: Tensor | None = None) -> Tensor:
+        """``normed`` is ``norm1`` of x, where it is known already."""
+        normed = self.norm1(x) if normed is None else normed
+        x, normed = add_norm(x, self.drop_path(self.attn(normed, size, origin)), self.norm2)
         return x + self.drop_path(self.mlp(normed))
 
 
@@ -318,8 +320,9 @@ class CvT(Classifier):
             tokens = x.flatten(1, 2)
             if stage.cls_token is not None:
                 tokens = torch.cat([stage.cls_token.to(tokens.dtype).expand(b, -1, -1), tokens], 1)
+            normed = norm_ahead(tokens, stage.blocks[0].norm1)  # type: ignore[arg-type]
             for block in stage.blocks:
-                tokens = self.run(block, tokens, (h, w), origin)
+                tokens, normed = self.run(block, tokens, (h, w), origin, normed), None
             x = tokens[:, -h * w :].reshape(b, h, w, c)
             stages.append((x, offset))
             x = x.permute(0, 3, 1, 2)

@@ -7,7 +7,7 @@ from conftest import interpreted
 from torch import nn
 
 from common import kernels
-from common.residual import add_norm
+from common.residual import add_norm, norm_ahead
 
 
 @interpreted
@@ -20,6 +20,8 @@ def test_kernel(shape: tuple[int, ...], bias: bool) -> None:
     total, normed = kernels.add_norm(x, update, gain, shift, 1e-3, torch.float32)
     assert torch.equal(total, x + update)
     assert torch.allclose(normed, F.layer_norm(x + update, shape[-1:], gain, shift, 1e-3), atol=1e-5)
+    alone = kernels.add_norm(x + update, None, gain, shift, 1e-3, torch.float32)
+    assert torch.equal(alone[1], normed)
 
 
 @interpreted
@@ -38,6 +40,7 @@ def test_only_what_is_compiled_for_inference_in_half_precision(monkeypatch: pyte
     total, normed = add_norm(x, update, norm)
     assert torch.equal(total, x + update)
     assert torch.equal(normed, norm(x + update))
+    assert norm_ahead(x, norm) is None
     half, other = x.bfloat16(), update.bfloat16()
     with torch.no_grad():
         assert not kernels.fits_add_norm(half, other, norm.weight)

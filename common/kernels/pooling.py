@@ -47,7 +47,7 @@ if AVAILABLE:
         real = c < CHANNELS // PIECES
         x += head * CHANNELS
         t0, t1, t2 = tl.zeros([T, C], tl.float32), tl.zeros([T, C], tl.float32), tl.zeros([T, C], tl.float32)
-        for i in range(3):  # not unrolled: a row of neighbours at a time is enough in flight
+        for i in tl.static_range(3):
             y, in_rows = _source(h, i, 0, height, STRIDE, CIRCULAR, False)
             for j in tl.static_range(3):
                 z, in_columns = _source(w, j, 0, width, STRIDE, CIRCULAR, False)

@@ -16,9 +16,10 @@ __all__ = ["add_norm", "fits_add_norm"]
 ELEMENTS = 2048  # of a program
 
 
-def fits_add_norm(x: Tensor, update: Tensor, gain: Tensor | None) -> bool:
+def fits_add_norm(x: Tensor, update: Tensor | None, gain: Tensor | None) -> bool:
     """Whether ``add_norm`` takes these: an update in half precision of tokens in the same or float32, contiguous, at
     most 2048 channels, in a graph that is compiled, and no gradient. Elsewhere torch's own two are launched sooner."""
+    update = x if update is None else update
     half = update.dtype in (torch.bfloat16, torch.float16) and x.dtype in (update.dtype, torch.float32)
     plain = half and gain is not None and not isinstance(gain, DTensor)
     wanted = torch.compiler.is_compiling() and not torch.is_grad_enabled() and usable(x)
@@ -29,7 +30,8 @@ if AVAILABLE:
 
     @triton.jit
     def _add_norm(x, update, gain, bias, out, normed, count, CHANNELS: tl.constexpr, PIECES: tl.constexpr,
-                  BIAS: tl.constexpr, EPS: tl.constexpr, K: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                  ADD: tl.constexpr, BIAS: tl.constexpr, EPS: tl.constexpr, K: tl.constexpr,
+                  T: tl.constexpr):  # fmt: skip
         """T tokens, in pieces of K channels: 96 are three of 32, with no thread idle."""
         i, c = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, K)
         keep = (i < count)[:, None] & (c < CHANNELS // PIECES)[None, :]
@@ -37,10 +39,12 @@ if AVAILABLE:
         pieces, total, square = (), tl.zeros([T, K], tl.float32), tl.zeros([T, K], tl.float32)
         for n in tl.static_range(PIECES):
             t = tl.load(x + place + n * K, keep, 0.0).to(tl.float32)
-            t = (t + tl.load(update + place + n * K, keep, 0.0).to(tl.float32)).to(out.dtype.element_ty)
-            tl.store(out + place + n * K, t, keep)
-            total += t.to(tl.float32)
-            pieces = pieces + (t.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+            if ADD:
+                t = (t + tl.load(update + place + n * K, keep, 0.0).to(tl.float32)).to(out.dtype.element_ty)
+                tl.store(out + place + n * K, t, keep)
+                t = t.to(tl.float32)
+            total += t
+            pieces = pieces + (t,)  # type: ignore[assignment]  # noqa: RUF005
         mean = (tl.sum(total, 1) / CHANNELS)[:, None]
         for n in tl.static_range(PIECES):
             t = tl.where(keep, pieces[n] - mean, 0.0)
@@ -54,14 +58,15 @@ if AVAILABLE:
 
 
 @operator("shift_vits::add_norm")
-def add_norm(x: Tensor, update: Tensor, gain: Tensor, bias: Tensor | None, eps: float,
+def add_norm(x: Tensor, update: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float,
              dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x + update (..., C), in x's type, and what a LayerNorm makes of it, in the type given."""
-    out, normed = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    """x + update (..., C), in x's type, and what a LayerNorm makes of it, in the type given. Without an update, nothing
+    and the norm of x."""
+    out, normed = torch.empty_like(x) if update is not None else x.new_empty(0), torch.empty_like(x, dtype=dtype)
     channels = x.shape[-1]
     pieces = 3 if channels % 3 == 0 and power(channels // 3) == channels // 3 else 1
     tokens, count = max(1, ELEMENTS // power(channels)), x.numel() // channels
-    launch(_add_norm, (-(-count // tokens),), x, update, gain, gain if bias is None else bias, out, normed, count,
-           CHANNELS=channels, PIECES=pieces, BIAS=bias is not None, EPS=eps, K=power(channels // pieces), T=tokens,
-           num_warps=4 if channels < 256 else 1)  # fmt: skip
+    launch(_add_norm, (-(-count // tokens),), x, x if update is None else update, gain, gain if bias is None else bias,
+           out, normed, count, CHANNELS=channels, PIECES=pieces, ADD=update is not None, BIAS=bias is not None, EPS=eps,
+           K=power(channels // pieces), T=tokens, num_warps=4 if channels < 256 else 1)  # fmt: skip
     return out, normed
