@@ -46,10 +46,10 @@ def forget(module: nn.Module) -> None:
         _KEPT.pop(parameter, None)
 
 
-def taps(weight: Tensor, x: Tensor, repeats: int = 1) -> Tensor:
+def taps(weight: Tensor, x: Tensor, repeats: int = 1, rounded: bool = True) -> Tensor:
     """Weights (C, 1, k, k) of a depthwise convolution as ``kernels.depthwise`` takes them, (k, k, C), or so many times
-    C; in inference of the type in which x is multiplied."""
-    dtype = weight.dtype if torch.is_grad_enabled() else kernels.product_dtype(x)
+    C; in inference ``rounded`` to the type in which x is multiplied."""
+    dtype = kernels.product_dtype(x) if rounded and not torch.is_grad_enabled() else weight.dtype
     return kept(lambda: weight[:, 0].permute(1, 2, 0).repeat(1, 1, repeats).to(dtype), (dtype, repeats), weight)
 
 

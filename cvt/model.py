@@ -123,8 +123,9 @@ class ConvProjection(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor, cls_token: Tensor, origin: Tensor | None) -> Tensor:
-        weight = taps(self.conv.weight, x)
-        how = self.conv.stride[0], self.conv.padding_mode == "circular", origin
+        stride, circular = self.conv.stride[0], self.conv.padding_mode == "circular"
+        weight = taps(self.conv.weight, x, rounded=stride > 1 or not circular)  # whichever measured faster
+        how = stride, circular, origin
         if fits_depthwise_norm(x, weight, self.norm):
             return self.proj(depthwise_norm(x, cls_token, weight, self.norm, *how))
         x = depthwise(x, weight, *how)
@@ -323,7 +324,7 @@ class CvT(Classifier):
             normed = norm_ahead(tokens, stage.blocks[0].norm1)  # type: ignore[arg-type]
             for block in stage.blocks:
                 tokens, normed = self.run(block, tokens, (h, w), origin, normed), None
-            x = tokens[:, -h * w :].reshape(b, h, w, c)
+            x = (tokens if stage.cls_token is None else tokens[:, -h * w :]).reshape(b, h, w, c)
             stages.append((x, offset))
             x = x.permute(0, 3, 1, 2)
         return stages, tokens

@@ -46,8 +46,8 @@ def depthwise_norm(x: Tensor, lead: Tensor, weight: Tensor, norm: nn.BatchNorm2d
     x, mean, variance = x.to(product_dtype(x)), norm.running_mean, norm.running_var
     if mean is None or variance is None:
         raise ValueError("a norm without running statistics cannot be taken in one pass with a convolution")
-    return depthwise_norm_kernel(x, lead.to(x.dtype), weight.to(x.dtype).contiguous(), mean, variance, norm.weight,
-                                 norm.bias, origin, stride, circular, norm.eps)  # fmt: skip
+    return depthwise_norm_kernel(x, lead.to(x.dtype), weight.contiguous(), mean, variance, norm.weight, norm.bias,
+                                 origin, stride, circular, norm.eps)  # fmt: skip
 
 
 def plain_depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Tensor | None = None) -> Tensor:
@@ -242,7 +242,7 @@ def _forward(x: Tensor, lead: Tensor | None, weight: Tensor, norm: tuple[Tensor,
              out: Tensor, stride: int, circular: bool, eps: float) -> None:  # fmt: skip
     b, h, w, channels = x.shape
     rows, columns, n = -(-h // stride), -(-w // stride), 0 if lead is None else lead.shape[1]
-    block, tile = _tile(x, vectors=4 if circular and norm is not None else 2)  # whichever measured faster
+    block, tile = _tile(x, vectors=2)
     count, strides = b * rows * columns, (0, 0) if lead is None else lead.stride()[:2]
     programs = (-(-count // tile) + -(-b * n // tile)) * -(-channels // block)
     launch(_depthwise_forward, (programs,), x, x if lead is None else lead, weight, *(norm or (weight,) * 4),
