@@ -319,8 +319,9 @@ class CvT(Classifier):
                     x, offset, origin = roll(x, origin, (1, 2), within=True), offset + stride * origin, None
             b, h, w, c = x.shape
             tokens = x.flatten(1, 2)
-            if stage.cls_token is not None:
-                tokens = torch.cat([stage.cls_token.to(tokens.dtype).expand(b, -1, -1), tokens], 1)
+            if stage.cls_token is not None:  # in inference of its tokens' type: autocast would make all float32
+                dtype = stage.cls_token.dtype if torch.is_grad_enabled() else tokens.dtype
+                tokens = torch.cat([stage.cls_token.to(dtype).expand(b, -1, -1), tokens], 1)
             normed = norm_ahead(tokens, stage.blocks[0].norm1)  # type: ignore[arg-type]
             for block in stage.blocks:
                 tokens, normed = self.run(block, tokens, (h, w), origin, normed), None
