@@ -76,9 +76,8 @@ def lively_norm(channels: int) -> nn.BatchNorm2d:
 
 
 @interpreted
-@pytest.mark.parametrize("lead", [0, 1, 3])
-@pytest.mark.parametrize(("size", "channels", "stride", "placed"), [
-    ((4, 12), 64, 1, False), ((6, 6), 96, 2, True), ((7, 5), 33, 2, False)
+@pytest.mark.parametrize(("size", "channels", "stride", "placed", "lead"), [
+    ((4, 8), 64, 1, False, 0), ((6, 6), 96, 2, True, 1), ((7, 5), 33, 2, False, 3)
 ])  # fmt: skip
 @torch.no_grad()
 def test_depthwise_norm(size: tuple[int, int], channels: int, stride: int, placed: bool, lead: int) -> None:
@@ -96,9 +95,9 @@ def test_depthwise_norm(size: tuple[int, int], channels: int, stride: int, place
 
 
 @interpreted
-@pytest.mark.parametrize(("beside", "tail"), [(0, False), (16, True), (24, False)], ids=["alone", "tail", "zeros"])
-@pytest.mark.parametrize(("size", "d", "stride", "circular"), [
-    ((4, 12), 96, 1, True), ((6, 6), 32, 2, False), ((7, 5), 40, 2, False), ((8, 8), 48, 4, True)
+@pytest.mark.parametrize(("size", "d", "stride", "circular", "beside", "tail"), [
+    ((4, 8), 96, 1, True, 16, True), ((6, 6), 32, 2, False, 0, False), ((7, 5), 40, 2, False, 24, True),
+    ((8, 8), 48, 4, True, 24, False),
 ])  # fmt: skip
 @torch.no_grad()
 def test_pooled(size: tuple[int, int], d: int, stride: int, circular: bool, beside: int, tail: bool) -> None:

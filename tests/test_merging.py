@@ -193,12 +193,12 @@ def test_merged_product(monkeypatch: pytest.MonkeyPatch, launched: list[str], ch
 
 
 @interpreted
-@pytest.mark.parametrize(("outputs", "known"), [(192, True), (40, True), (256, True), (300, False), (384, False)])
+@pytest.mark.parametrize(("outputs", "known"), [(192, True), (40, True), (384, False)])
 @torch.no_grad()
 def test_moments_of_a_merged_product(outputs: int, known: bool) -> None:
     """What a pass of its own would find; left to one where no program has all outputs of a token."""
     norm, reduction = lively(nn.LayerNorm(80)), nn.Linear(80, outputs, bias=False)
-    x, offset, wave = torch.randn(6, 14, 10, 20), torch.tensor([*PHASES, (13, 9), (6, 9)]), torch.randn(outputs + 3)
+    x, offset, wave = torch.randn(4, 6, 14, 20), torch.tensor(PHASES), torch.randn(outputs + 3)
     tokens, moments = reduce_patches(x, offset, norm, reduction, wave=wave)
     assert torch.equal(tokens, reduce_patches(x, offset, norm, reduction)[0])
     assert (moments is not None) == known

@@ -11,8 +11,8 @@ from common.residual import add_norm, norm_ahead
 
 
 @interpreted
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("shape", [(2, 5, 3, 96), (37, 64), (3, 768), (2, 3, 80)], ids=str)
+@pytest.mark.parametrize(("shape", "bias"), [((2, 5, 3, 96), True), ((37, 64), False), ((3, 768), True),
+                                             ((2, 3, 80), False)], ids=str)  # fmt: skip
 def test_kernel(shape: tuple[int, ...], bias: bool) -> None:
     """Widths in three pieces, in one, and with channels to spare; tokens that are no whole programs."""
     x, update, gain = torch.randn(shape), 3 + torch.randn(shape), torch.rand(shape[-1])
