@@ -156,10 +156,10 @@ class PoolingAttention(nn.Module):
         """Pool every head by the same kernel, normalise, and put so many channels ``beside``, those of ``tail``
         (H/s W/s, n) or zeros: (B, H, W, heads d) -> (B, heads, H/s W/s, d + n)."""
         how = conv.stride[0], conv.padding_mode == "circular"
-        weight = taps(conv.weight, x)
-        if beside and fits_pooled(x, weight, norm.weight):
+        if beside and fits_pooled(x, weight := taps(conv.weight, x), norm.weight):
             return pooled(x, weight, norm.weight, norm.bias, norm.eps, *how, beside, tail)
-        x = depthwise(x, taps(conv.weight, x, self.num_heads), *how).unflatten(3, (self.num_heads, -1))
+        weight = taps(conv.weight, x, self.num_heads, rounded=False)  # the kernel reads float32
+        x = depthwise(x, weight, *how).unflatten(3, (self.num_heads, -1))
         x = norm(x).to(x.dtype).flatten(1, 2).transpose(1, 2)
         if tail is None:
             return F.pad(x, (0, beside)) if beside else x

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same_logits_by_kernels, interpreted, launches
+from conftest import assert_same_logits_by_kernels, interpreted, launches, randomize
 from torch import Tensor, nn
 
 from common.kernels import (
@@ -67,14 +67,6 @@ def test_depthwise_kernel_at_an_origin(size: tuple[int, int], stride: int) -> No
         assert torch.allclose(fast, plain, atol=1e-4, rtol=1e-5)
 
 
-def lively_norm(channels: int) -> nn.BatchNorm2d:
-    norm = nn.BatchNorm2d(channels, eps=1e-3).eval()
-    for tensor in norm.state_dict().values():
-        if tensor.is_floating_point():
-            nn.init.uniform_(tensor, 0.5, 2.0)
-    return norm
-
-
 @interpreted
 @pytest.mark.parametrize(("size", "channels", "stride", "placed", "lead"), [
     ((4, 8), 64, 1, False, 0), ((6, 6), 96, 2, True, 1), ((7, 5), 33, 2, False, 3)
@@ -85,7 +77,8 @@ def test_depthwise_norm(size: tuple[int, int], channels: int, stride: int, place
     passed on."""
     area = size[0] * size[1]
     first, x = torch.randn(3, lead + area, channels).split([lead, area], 1)
-    x, weight, norm = x.unflatten(1, size), torch.randn(3, 3, channels), lively_norm(channels)
+    norm = randomize(nn.BatchNorm2d(channels, eps=1e-3)).eval()
+    x, weight = x.unflatten(1, size), torch.randn(3, 3, channels)
     how = stride, placed, torch.tensor([[0, 1], [1, 0], [1, 1]]) if placed else None
     assert fits_depthwise_norm(x, weight, norm)
     found = depthwise_norm(x, first, weight, norm, *how)

@@ -17,7 +17,8 @@ except ImportError:  # no Triton: the torch forms do everything
 else:
     AVAILABLE = True
 
-__all__ = ["AVAILABLE", "ENABLED", "INTERPRETED", "launch", "operator", "power", "product_dtype", "usable"]
+__all__ = ["AVAILABLE", "ENABLED", "INTERPRETED", "launch", "operator", "pieces", "power", "product_dtype",
+           "usable"]  # fmt: skip
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
@@ -80,6 +81,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 def power(n: int) -> int:
     """The next power of two."""
     return 1 << (n - 1).bit_length()
+
+
+def pieces(channels: int) -> int:
+    """In how many equal parts a program takes so many channels: three where that makes powers of two, of 16 at least,
+    and leaves no thread idle."""
+    third = channels // 3
+    return 3 if channels % 3 == 0 and power(third) == third >= 16 else 1
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

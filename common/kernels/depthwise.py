@@ -123,7 +123,7 @@ if AVAILABLE:
             left = tl.load(origin + 2 * image + 1, t < count, 0).to(tl.int32)
         channels = (c < CHANNELS)[None, :]
         total = tl.zeros([T, C], tl.float32)
-        for i in range(3):  # not unrolled: a row of neighbours at a time is enough in flight
+        for i in range(3):  # unrolled or not, by the compiler: with taps in float32 it is
             y, in_rows = _source(h, i, top, height, STRIDE, CIRCULAR, False)
             for j in tl.static_range(3):
                 z, in_columns = _source(w, j, left, width, STRIDE, CIRCULAR, False)

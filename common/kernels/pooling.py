@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .base import AVAILABLE, INTERPRETED, launch, operator, power
+from .base import AVAILABLE, INTERPRETED, launch, operator, pieces, power
 from .depthwise import fits_depthwise_kernel
 
 if AVAILABLE:
@@ -93,9 +93,9 @@ def pooled(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, eps: float, s
     (b, h, w, channels), d = x.shape, weight.shape[2]
     rows, columns, heads = -(-h // stride), -(-w // stride), channels // d
     out = torch.empty((b, heads, rows * columns, d + width), dtype=x.dtype, device=x.device)
-    pieces, count = 3 if d % 3 == 0 and power(d // 3) == d // 3 >= 16 else 1, b * rows * columns
+    parts, count = pieces(d), b * rows * columns
     launch(_pooled, (-(-count // TOKENS) * heads,), x, weight, gain, shift, weight if tail is None else tail, out, h, w,
-           rows, columns, count, *x.stride()[:3], HEADS=heads, CHANNELS=d, PIECES=pieces, WIDTH=width,
+           rows, columns, count, *x.stride()[:3], HEADS=heads, CHANNELS=d, PIECES=parts, WIDTH=width,
            TAIL=tail is not None, STRIDE=stride, CIRCULAR=circular, BAND=math.gcd(rows, 4), EPS=eps,
-           C=max(16, power(d // pieces)), E=max(2, power(width)), T=TOKENS, num_warps=4)  # fmt: skip
+           C=max(16, power(d // parts)), E=max(2, power(width)), T=TOKENS, num_warps=4)  # fmt: skip
     return out

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .base import AVAILABLE, launch, operator, power, usable
+from .base import AVAILABLE, launch, operator, pieces, power, usable
 
 if AVAILABLE:
     import triton
@@ -64,9 +64,8 @@ def add_norm(x: Tensor, update: Tensor | None, gain: Tensor, bias: Tensor | None
     and the norm of x."""
     out, normed = torch.empty_like(x) if update is not None else x.new_empty(0), torch.empty_like(x, dtype=dtype)
     channels = x.shape[-1]
-    pieces = 3 if channels % 3 == 0 and power(channels // 3) == channels // 3 else 1
-    tokens, count = max(1, ELEMENTS // power(channels)), x.numel() // channels
+    tokens, count, parts = max(1, ELEMENTS // power(channels)), x.numel() // channels, pieces(channels)
     launch(_add_norm, (-(-count // tokens),), x, x if update is None else update, gain, gain if bias is None else bias,
-           out, normed, count, CHANNELS=channels, PIECES=pieces, ADD=update is not None, BIAS=bias is not None, EPS=eps,
-           K=power(channels // pieces), T=tokens, num_warps=4 if channels < 256 else 1)  # fmt: skip
+           out, normed, count, CHANNELS=channels, PIECES=parts, ADD=update is not None, BIAS=bias is not None, EPS=eps,
+           K=power(channels // parts), T=tokens, num_warps=4 if channels < 256 else 1)  # fmt: skip
     return out, normed
