@@ -1,17 +1,20 @@
 """The residual stream: what layers add to tokens."""
 
+import torch
 from torch import Tensor, nn
 
 from . import kernels
+from .shifts import roll
 
-__all__ = ["add_norm", "norm_ahead"]
+__all__ = ["add_norm", "norm_ahead", "written"]
 
 
-def add_norm(x: Tensor, update: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """x + update, and its norm: (..., C) each, in one pass if a kernel fits."""
+def add_norm(x: Tensor, update: Tensor, norm: nn.LayerNorm, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x + update, and its norm: (..., C) each, in one pass if a kernel fits. With ``origin`` (B, 2) in [0, side),
+    tokens x (B, H, W, C) are read from there on."""
     if kernels.fits_add_norm(x, update, norm.weight):
-        return kernels.add_norm(x, update, norm.weight, norm.bias, norm.eps, kernels.product_dtype(x))
-    x = x + update
+        return kernels.add_norm(x, update, norm.weight, norm.bias, norm.eps, kernels.product_dtype(x), origin)
+    x = (x if origin is None else roll(x, origin, (1, 2), within=True)) + update
     return x, norm(x)
 
 
@@ -20,4 +23,11 @@ def norm_ahead(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
     with all that comes before, and take longer."""
     if not kernels.fits_add_norm(x, None, norm.weight):
         return None
-    return kernels.add_norm(x, None, norm.weight, norm.bias, norm.eps, kernels.product_dtype(x))[1]
+    return kernels.add_norm(x, None, norm.weight, norm.bias, norm.eps, kernels.product_dtype(x), None)[1]
+
+
+def written(x: Tensor) -> Tensor:
+    """x, for several kernels to read. A compiler that has put off the sum that x is would write it for each of them;
+    what is asked for by its strides it writes once."""
+    put_off = torch.compiler.is_compiling() and not torch.is_grad_enabled() and x.is_contiguous()
+    return x.as_strided(x.shape, x.stride()) if put_off and kernels.usable(x) else x

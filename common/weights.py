@@ -1,6 +1,6 @@
 """What is made of weights: gathered, mixed, and in inference kept while they stay as they are."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kernels
 
-__all__ = ["forget", "kept", "product", "taps", "whole"]
+__all__ = ["forget", "kept", "normed_taps", "product", "taps", "whole"]
 
 T = TypeVar("T")
 _KEPT = WeakTensorKeyDictionary()
@@ -46,11 +46,30 @@ def forget(module: nn.Module) -> None:
         _KEPT.pop(parameter, None)
 
 
-def taps(weight: Tensor, x: Tensor, repeats: int = 1, rounded: bool = True) -> Tensor:
-    """Weights (C, 1, k, k) of a depthwise convolution as ``kernels.depthwise`` takes them, (k, k, C), or so many times
-    C; in inference ``rounded`` to the type in which x is multiplied."""
-    dtype = kernels.product_dtype(x) if rounded and not torch.is_grad_enabled() else weight.dtype
-    return kept(lambda: weight[:, 0].permute(1, 2, 0).repeat(1, 1, repeats).to(dtype), (dtype, repeats), weight)
+def taps(*weights: Tensor, repeats: int = 1) -> Tensor:
+    """Weights (C, 1, k, k) of n depthwise convolutions as kernels take them: (n, k, k, C), or so many times C."""
+
+    def make() -> Tensor:
+        several = torch.stack(weights) if len(weights) > 1 else weights[0][None]
+        return several[:, :, 0].permute(0, 2, 3, 1).repeat(1, 1, 1, repeats)
+
+    return kept(make, ("taps", len(weights), repeats), *weights)
+
+
+def normed_taps(convs: Sequence[nn.Conv2d], norms: Sequence[nn.BatchNorm2d]) -> Tensor:
+    """Of n depthwise convolutions without bias, each with a norm behind it by what that has learnt: their taps, scaled,
+    and what is added, (n, k k + 1, C) in float32."""
+    names = "weight", "bias", "running_mean", "running_var"
+    learnt: list[list[Tensor]] = [[getattr(norm, name) for norm in norms] for name in names]
+    weights = [conv.weight for conv in convs]
+
+    def make() -> Tensor:
+        gain, shift, mean, variance = (torch.stack(tensors).float() for tensors in learnt)  # n, C
+        scale = gain * torch.rsqrt(variance + norms[0].eps)
+        taps = torch.stack(weights).float().flatten(2).transpose(1, 2)  # n, k k, C
+        return torch.cat([taps * scale[:, None], (shift - mean * scale)[:, None]], 1)
+
+    return kept(make, "normed", *weights, *(tensor for tensors in learnt for tensor in tensors))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

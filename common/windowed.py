@@ -13,6 +13,7 @@ from . import kernels
 from .anchors import ConvAnchor, MergeAnchor, MergeWeights, WindowAnchor
 from .classifier import Classifier, Stages, to_pair
 from .embedding import embed
+from .residual import written
 from .shifts import roll
 from .windows import shifted_window_mask, window_shift
 
@@ -145,6 +146,7 @@ class WindowedClassifier(Classifier):
         for i, stage in enumerate(self.layers[: last + 1]):
             stride, window = self.feature_info[i]["reduction"], self.windows[i]
             if i > 0 and self.merge_anchor is not None:
+                x = written(x)
                 weights = stage.downsample.weights(self.merge_anchor, x) if self.canonical else None
                 o = stage.downsample.offset(self.merge_anchor, x, self.canonical, weights)
                 (x, moments), offset = stage.downsample(x, o, weights, wave), offset + stride // 2 * o

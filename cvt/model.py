@@ -34,9 +34,9 @@ from common.kernels import (
     usable,
 )
 from common.registry import defaults, register_model
-from common.residual import add_norm, norm_ahead
+from common.residual import add_norm, norm_ahead, written
 from common.shifts import roll
-from common.weights import kept, taps, whole
+from common.weights import kept, normed_taps, taps, whole
 
 ANCHORS = ("token", "projection")
 
@@ -123,12 +123,8 @@ class ConvProjection(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor, cls_token: Tensor, origin: Tensor | None) -> Tensor:
-        stride, circular = self.conv.stride[0], self.conv.padding_mode == "circular"
-        weight = taps(self.conv.weight, x, rounded=stride > 1 or not circular)  # whichever measured faster
-        how = stride, circular, origin
-        if fits_depthwise_norm(x, weight, self.norm):
-            return self.proj(depthwise_norm(x, cls_token, weight, self.norm, *how))
-        x = depthwise(x, weight, *how)
+        circular = self.conv.padding_mode == "circular"
+        x = depthwise(x, taps(self.conv.weight)[0], self.conv.stride[0], circular, origin)
         x = self.norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)  # B, tokens, C
         return self.proj(torch.cat([cls_token, x], 1) if cls_token.shape[1] else x)
 
@@ -158,12 +154,23 @@ class Attention(nn.Module):
         x = x.unflatten(1, size)  # B, H, W, C
         x = x.contiguous() if learning else x  # the compiler writes it so at once
         q, k, v = (
-            project(x, cls_token, begin).view(b, -1, self.num_heads, c // self.num_heads).transpose(1, 2)
-            for project, begin in ((self.q, None), (self.k, origin), (self.v, origin))
+            t.view(b, -1, self.num_heads, c // self.num_heads).transpose(1, 2)
+            for t in self.project(x, cls_token, origin)
         )
         dropout = self.attn_drop if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
         return self.proj_drop(self.proj(x.transpose(1, 2).reshape(b, n, c)))
+
+    def project(self, x: Tensor, cls_token: Tensor, origin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values; in inference keys and values are convolved in one pass."""
+        parts = self.q, self.k, self.v
+        convs, norms = [part.conv for part in parts], [part.norm for part in parts]
+        if not fits_depthwise_norm(x, convs, norms):
+            return self.q(x, cls_token, None), self.k(x, cls_token, origin), self.v(x, cls_token, origin)
+        weights, circular = normed_taps(convs, norms), self.q.conv.padding_mode == "circular"
+        (q,) = depthwise_norm(x, cls_token, weights[:1], 1, circular)
+        k, v = depthwise_norm(x, cls_token, weights[1:], self.k.conv.stride[0], circular, origin)
+        return self.q.proj(q), self.k.proj(k), self.v.proj(v)
 
 
 class Block(nn.Module):
@@ -314,6 +321,7 @@ class CvT(Classifier):
             stride = self.feature_info[i]["reduction"]
             origin = None
             if self.projection_anchor is not None:
+                x = written(x)
                 origin = stage.offset(self.projection_anchor, x, self.canonical, moments)
                 if not usable(x):  # else where keys and values begin is one more number to their kernel
                     x, offset, origin = roll(x, origin, (1, 2), within=True), offset + stride * origin, None
@@ -321,10 +329,11 @@ class CvT(Classifier):
             tokens = x.flatten(1, 2)
             if stage.cls_token is not None:  # in inference of its tokens' type: autocast would make all float32
                 dtype = stage.cls_token.dtype if torch.is_grad_enabled() else tokens.dtype
-                tokens = torch.cat([stage.cls_token.to(dtype).expand(b, -1, -1), tokens], 1)
+                tokens = written(torch.cat([stage.cls_token.to(dtype).expand(b, -1, -1), tokens], 1))
             normed = norm_ahead(tokens, stage.blocks[0].norm1)  # type: ignore[arg-type]
             for block in stage.blocks:
                 tokens, normed = self.run(block, tokens, (h, w), origin, normed), None
+            tokens = tokens if self.token_anchor is None else written(tokens)
             x = (tokens if stage.cls_token is None else tokens[:, -h * w :]).reshape(b, h, w, c)
             stages.append((x, offset))
             x = x.permute(0, 3, 1, 2)

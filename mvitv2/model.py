@@ -36,16 +36,16 @@ from common.embedding import embed
 from common.kernels import (
     depthwise,
     fits_pooled,
-    fits_rolled_norm,
+    fits_pooled_maximum,
     fits_sketch,
     pooled,
+    pooled_maximum,
     pooled_taps,
-    product_dtype,
-    rolled_norm,
+    usable,
 )
 from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
-from common.residual import add_norm
+from common.residual import add_norm, written
 from common.shifts import roll
 from common.weights import kept, product, taps, whole
 
@@ -111,7 +111,7 @@ class PoolingAttention(nn.Module):
     E is never written out. It is a product: of what query i makes of each row and each column of keys, by where key j
     is, 1 in its row and 1 in its column. Both go beside queries and keys as further channels.
 
-    Shapes: (B, H, W, C) -> (B, H/stride_q, W/stride_q, D).
+    Shapes: (B, H, W, C), origin (B, 2) or None, where the pooled grids begin -> (B, H/stride_q, W/stride_q, D).
     """
 
     rows: Tensor
@@ -141,25 +141,28 @@ class PoolingAttention(nn.Module):
         self.pool_v = pool(stride=stride_kv)
         self.norm_v = LayerNorm(head_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, origin: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
-        q, beside = self.pool(q, self.pool_q, self.norm_q), self.places.shape[1]
-        k = self.pool(k, self.pool_k, self.norm_k, beside, self.places)
-        v = self.pool(v, self.pool_v, self.norm_v, beside)
+        one_pass, beside = fits_pooled(q, self.pool_q.kernel_size, self.norm_q.weight), self.places.shape[1]
+        weights = taps(self.pool_q.weight, self.pool_k.weight, self.pool_v.weight,
+                       repeats=1 if one_pass else self.num_heads)  # fmt: skip
+        q = self.pool(q, weights[0], self.pool_q, self.norm_q, origin)
+        k = self.pool(k, weights[1], self.pool_k, self.norm_k, origin, beside, self.places)
+        v = self.pool(v, weights[2], self.pool_v, self.norm_v, origin, beside)
         x = F.scaled_dot_product_attention(torch.cat([q, self.position_bias(q)], -1), k, v, scale=q.shape[-1] ** -0.5)
         x = x[..., : q.shape[-1]] + q
         x = x.transpose(1, 2).reshape(x.shape[0], len(self.rows), len(self.columns), -1)
         return self.proj(x)
 
-    def pool(self, x: Tensor, conv: nn.Conv2d, norm: nn.LayerNorm, beside: int = 0,
-             tail: Tensor | None = None) -> Tensor:  # fmt: skip
+    def pool(self, x: Tensor, weight: Tensor, conv: nn.Conv2d, norm: nn.LayerNorm, origin: Tensor | None,
+             beside: int = 0, tail: Tensor | None = None) -> Tensor:  # fmt: skip
         """Pool every head by the same kernel, normalise, and put so many channels ``beside``, those of ``tail``
-        (H/s W/s, n) or zeros: (B, H, W, heads d) -> (B, heads, H/s W/s, d + n)."""
-        how = conv.stride[0], conv.padding_mode == "circular"
-        if beside and fits_pooled(x, weight := taps(conv.weight, x), norm.weight):
-            return pooled(x, weight, norm.weight, norm.bias, norm.eps, *how, beside, tail)
-        weight = taps(conv.weight, x, self.num_heads, rounded=False)  # the kernel reads float32
-        x = depthwise(x, weight, *how).unflatten(3, (self.num_heads, -1))
+        (H/s W/s, n) or zeros: (B, H, W, heads d), ``weight`` (k, k, d), or (k, k, heads d) where no kernel does it all
+        -> (B, heads, H/s W/s, d + n)."""
+        stride, circular = conv.stride[0], conv.padding_mode == "circular"
+        if fits_pooled(x, conv.kernel_size, norm.weight):
+            return pooled(x, weight, norm.weight, norm.bias, norm.eps, stride, circular, beside, tail, origin)
+        x = depthwise(x, weight, stride, circular, origin).unflatten(3, (self.num_heads, -1))
         x = norm(x).to(x.dtype).flatten(1, 2).transpose(1, 2)
         if tail is None:
             return F.pad(x, (0, beside)) if beside else x
@@ -198,17 +201,21 @@ class MViTv2Block(nn.Module):
         self.mlp = Mlp(out_dim, int(out_dim * mlp_ratio), act_layer=GELU)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, normed: Tensor | None = None) -> Tensor:
-        """``normed`` is ``norm1`` of x, where it is known already."""
-        normed = self.norm1(x) if normed is None else normed
+    def forward(self, x: Tensor, origin: Tensor | None = None) -> Tensor:
+        """``origin`` (B, 2) in [0, side) is where tokens begin, if not at (0, 0): those that come out do there."""
+        normed = self.norm1(x)
         skip = x if self.shortcut_proj_attn is None else self.shortcut_proj_attn(normed)
-        x, normed = add_norm(self.pool_skip(skip), self.drop_path(self.attn(normed)), self.norm2)
+        update = self.drop_path(self.attn(normed, origin))
+        if self.stride > 1:
+            skip, origin = self.pool_skip(skip, origin), None
+        x, normed = add_norm(skip, update, self.norm2, origin)
         return x + self.drop_path(self.mlp(normed))
 
-    def pool_skip(self, x: Tensor) -> Tensor:
+    def pool_skip(self, x: Tensor, origin: Tensor | None) -> Tensor:
         """Maximum over s + 1 tokens a side at stride s: (B, H, W, C) -> (B, H/s, W/s, C)."""
-        if self.stride == 1:
-            return x
+        if origin is not None and self.circular_padding and fits_pooled_maximum(x, self.stride):
+            return pooled_maximum(x, origin)
+        x = x if origin is None else roll(x, origin, (1, 2), within=True)
         if self.circular_padding:
             return circular_max(circular_max(x, self.stride, 1), self.stride, 2)
         return F.max_pool2d(x.permute(0, 3, 1, 2), self.stride + 1, self.stride, self.stride // 2).permute(0, 2, 3, 1)
@@ -237,19 +244,8 @@ class PoolAnchor(Anchor):
     pooling are one convolution of the normalised tokens, with kernel P[o, i, j] W[o, c]. A pooling of stride s sees
     phase m of the block's modulus as m mod s.
 
-    Shapes: x (B, H, W, C) -> rolled x, ``norm1`` of it or None, offsets (B, 2) in [0, modulus).
+    Shapes: x (B, H, W, C) -> offsets (B, 2) in [0, modulus).
     """
-
-    def forward(self, x: Tensor, block: MViTv2Block, fast: bool = False,
-                moments: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-        """Tokens are normalised for the block where a kernel does so as it rolls them. A block that projects its skip
-        reads no others, and gets these for x."""
-        offset, norm = self.offset(x, block, fast, moments), block.norm1
-        if not fits_rolled_norm(x):
-            return roll(x, offset, (1, 2), within=True), None, offset
-        both = block.shortcut_proj_attn is None
-        x, normed = rolled_norm(x, offset, whole(norm.weight), whole(norm.bias), norm.eps, product_dtype(x), both)
-        return x if both else normed, normed, offset
 
     @torch.no_grad()
     def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False, moments: Tensor | None = None) -> Tensor:
@@ -389,11 +385,14 @@ class MViTv2(Classifier):
         stage: Any
         for stage in self.stages[: last + 1]:
             for block in stage.blocks:
-                normed = None
+                origin = None
                 if self.pool_anchor is not None and block.modulus > 1:
-                    x, normed, o = self.pool_anchor(x, block, self.canonical, moments)
-                    offset = offset + stride * o
-                x, moments = self.run(block, x, normed), None
+                    x = written(x)
+                    origin = self.pool_anchor.offset(x, block, self.canonical, moments)
+                    offset = offset + stride * origin
+                    if not usable(x) or torch.is_grad_enabled():  # else where it begins is one more number to kernels
+                        x, origin = roll(x, origin, (1, 2), within=True), None
+                x, moments = self.run(block, x, origin), None
                 stride *= block.stride
             stages.append((x, offset))
         return stages, x

@@ -16,11 +16,14 @@ from common.kernels import (
     fits_depthwise_kernel,
     fits_depthwise_norm,
     fits_pooled,
+    fits_pooled_maximum,
     plain_depthwise,
     pooled,
+    pooled_maximum,
 )
 from common.registry import create_model
-from common.shifts import _CircularPad, convolve
+from common.shifts import _CircularPad, convolve, roll
+from common.weights import normed_taps, taps
 from mvitv2.model import PoolingAttention, circular_max
 
 
@@ -40,7 +43,7 @@ def test_depthwise_kernel(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
     x = torch.randn(3, *size, 3 * channels if sliced else channels, requires_grad=True)
     weight = torch.randn(3, 3, channels, requires_grad=True)
     tokens = x[..., channels : 2 * channels] if sliced else x
-    assert fits_depthwise_kernel(tokens, weight)
+    assert fits_depthwise_kernel(tokens, weight.shape[:2])
     upstream = torch.randn(3, -(-size[0] // stride), -(-size[1] // stride), channels)
 
     def run(f) -> list[Tensor]:
@@ -73,18 +76,23 @@ def test_depthwise_kernel_at_an_origin(size: tuple[int, int], stride: int) -> No
 ])  # fmt: skip
 @torch.no_grad()
 def test_depthwise_norm(size: tuple[int, int], channels: int, stride: int, placed: bool, lead: int) -> None:
-    """What a convolution, a norm and a concatenation give, one after another; of tokens that lie behind those to be
-    passed on."""
+    """What convolutions, norms and concatenations give, one after another; of tokens that lie behind those to be passed
+    on, by one convolution or two at a time."""
     area = size[0] * size[1]
     first, x = torch.randn(3, lead + area, channels).split([lead, area], 1)
-    norm = randomize(nn.BatchNorm2d(channels, eps=1e-3)).eval()
-    x, weight = x.unflatten(1, size), torch.randn(3, 3, channels)
+    norms = [randomize(nn.BatchNorm2d(channels, eps=1e-3)).eval() for _ in range(3)]
+    convs = [nn.Conv2d(channels, channels, 3, groups=channels, bias=False) for _ in range(3)]
+    x, weights = x.unflatten(1, size), normed_taps(convs, norms)
     how = stride, placed, torch.tensor([[0, 1], [1, 0], [1, 1]]) if placed else None
-    assert fits_depthwise_norm(x, weight, norm)
-    found = depthwise_norm(x, first, weight, norm, *how)
-    plain = norm(plain_depthwise(x, weight, *how).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
-    assert torch.equal(found[:, :lead], first)
-    assert torch.allclose(found, torch.cat([first, plain], 1), atol=1e-5, rtol=1e-5)
+    assert fits_depthwise_norm(x, convs, norms)
+    for found, conv, norm in zip(
+        [*depthwise_norm(x, first, weights[:1], *how), *depthwise_norm(x, first, weights[1:], *how)], convs, norms,
+        strict=True,
+    ):  # fmt: skip
+        plain = plain_depthwise(x, conv.weight[:, 0].permute(1, 2, 0), *how)
+        plain = norm(plain.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
+        assert torch.equal(found[:, :lead], first)
+        assert torch.allclose(found, torch.cat([first, plain], 1), atol=1e-5, rtol=1e-5)
 
 
 @interpreted
@@ -95,14 +103,15 @@ def test_depthwise_norm(size: tuple[int, int], channels: int, stride: int, place
 @torch.no_grad()
 def test_pooled(size: tuple[int, int], d: int, stride: int, circular: bool, beside: int, tail: bool) -> None:
     """What a convolution, a norm and a concatenation give, one after another; heads in three pieces, in one, and with
-    channels to spare, of a slice of wider tokens."""
+    channels to spare, of a slice of wider tokens, on a torus from an origin on."""
     x = torch.randn(3, *size, 6 * d)[..., 2 * d : 4 * d]
     weight, gain, shift = torch.randn(3, 3, d), torch.rand(d), torch.randn(d)
     area = -(-size[0] // stride) * -(-size[1] // stride)
     more = torch.randn(area, beside) if tail else torch.zeros(area, beside)
-    assert fits_pooled(x, weight, gain)
-    found = pooled(x, weight, gain, shift, 1e-3, stride, circular, beside, more if tail else None)
-    plain = plain_depthwise(x, weight.repeat(1, 1, 2), stride, circular).unflatten(3, (2, d))
+    assert fits_pooled(x, (3, 3), gain)
+    origin = torch.tensor([[0, 1], [stride, size[1] - 1], [size[0] - 1, 0]]) if circular else None
+    found = pooled(x, weight, gain, shift, 1e-3, stride, circular, beside, more if tail else None, origin)
+    plain = plain_depthwise(x, weight.repeat(1, 1, 2), stride, circular, origin).unflatten(3, (2, d))
     plain = F.layer_norm(plain, (d,), gain, shift, 1e-3).flatten(1, 2).transpose(1, 2)
     assert torch.allclose(found, torch.cat([plain, more.expand(3, 2, -1, -1)], -1), atol=1e-5, rtol=1e-5)
 
@@ -110,29 +119,49 @@ def test_pooled(size: tuple[int, int], d: int, stride: int, circular: bool, besi
 @interpreted
 def test_pooled_is_for_inference() -> None:
     """Lost otherwise: gradients."""
-    x, weight, gain = torch.randn(1, 4, 4, 64), torch.randn(3, 3, 32), torch.ones(32)
-    assert not fits_pooled(x, weight, gain)
+    x, gain = torch.randn(1, 4, 4, 64), torch.ones(32)
+    assert not fits_pooled(x, (3, 3), gain)
+    assert not fits_pooled_maximum(x, 2)
     with torch.no_grad():
-        assert fits_pooled(x, weight, gain)
-        assert not fits_pooled(x.double(), weight, gain)
-        assert not fits_pooled(x, weight, None)
+        assert fits_pooled(x, (3, 3), gain)
+        assert not fits_pooled(x.double(), (3, 3), gain)
+        assert not fits_pooled(x, (5, 5), gain)
+        assert not fits_pooled(x, (3, 3), None)
+        assert fits_pooled_maximum(x, 2)
+        assert not fits_pooled_maximum(x, 4)
+
+
+@interpreted
+@torch.no_grad()
+def test_pooled_maximum() -> None:
+    """That of rolled tokens, to the bit, and nowhere lost: what is not a number."""
+    x, origin = torch.randn(2, 6, 8, 40), torch.tensor([[1, 0], [5, 7]])
+    rolled = roll(x, origin, (1, 2), within=True)
+    assert torch.equal(pooled_maximum(x, origin), circular_max(circular_max(rolled, 2, 1), 2, 2))
+    x[1, 2, 3, 4] = float("nan")
+    rolled = roll(x, origin, (1, 2), within=True)
+    lost = pooled_maximum(x, origin).isnan()
+    assert torch.equal(lost, circular_max(circular_max(rolled, 2, 1), 2, 2).isnan())
+    assert lost.any()
 
 
 @interpreted
 def test_depthwise_norm_is_for_inference() -> None:
     """Lost otherwise: gradients, and statistics that a norm gathers."""
-    x, weight, norm = torch.randn(1, 4, 4, 16), torch.randn(3, 3, 16), nn.BatchNorm2d(16).eval()
-    assert not fits_depthwise_norm(x, weight, norm)
+    x, conv, norm = torch.randn(1, 4, 4, 16), nn.Conv2d(16, 16, 3, groups=16), nn.BatchNorm2d(16).eval()
+    assert not fits_depthwise_norm(x, [conv], [norm])
     with torch.no_grad():
-        assert fits_depthwise_norm(x, weight, norm)
-        assert not fits_depthwise_norm(x, weight, norm.train())
+        assert fits_depthwise_norm(x, [conv], [norm])
+        assert not fits_depthwise_norm(x, [nn.Conv2d(16, 16, 5, groups=16)], [norm])
+        assert not fits_depthwise_norm(x, 2 * [conv], [norm, nn.BatchNorm2d(16, eps=1e-3).eval()])
+        assert not fits_depthwise_norm(x, [conv], [norm.train()])
         for other in (nn.BatchNorm2d(16, track_running_stats=False), nn.BatchNorm2d(16, affine=False)):
-            assert not fits_depthwise_norm(x, weight, other.eval())
+            assert not fits_depthwise_norm(x, [conv], [other.eval()])
 
 
 @interpreted
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize(("name", "calls"), [("cvt_micro", 12), ("mvitv2_micro", 15)])
+@pytest.mark.parametrize(("name", "calls"), [("cvt_micro", 8), ("mvitv2_micro", 15)])
 def test_models_use_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str, calls: int, adaptive: bool) -> None:
     """Every query, key and value of a model goes through a kernel, and its logits stay what they were."""
     launched = launches(monkeypatch, "depthwise", "pooling")
@@ -145,7 +174,8 @@ def test_plain_depthwise_is_the_convolution() -> None:
     for mode in ("zeros", "circular"):
         conv = nn.Conv2d(6, 6, 5, stride=2, padding=2, groups=6, bias=False, padding_mode=mode).double()  # type: ignore[arg-type]
         x, weight = torch.randn(2, 8, 9, 6, dtype=torch.float64), conv.weight[:, 0].permute(1, 2, 0)
-        assert not fits_depthwise_kernel(x, weight)
+        assert not fits_depthwise_kernel(x, (3, 3))  # of its type
+        assert not fits_depthwise_kernel(x.float(), (5, 5))
         expected = conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         assert torch.allclose(depthwise(x, weight, 2, mode == "circular"), expected)
 
@@ -203,7 +233,8 @@ def test_positions_as_channels() -> None:
         nn.init.normal_(table)
     x = torch.randn(2, 8, 12, 12, dtype=torch.float64)
     pools = ((attn.pool_q, attn.norm_q), (attn.pool_k, attn.norm_k), (attn.pool_v, attn.norm_v))
-    q, k, v = (attn.pool(t, *pool) for t, pool in zip(attn.qkv(x).chunk(3, -1), pools, strict=True))
+    q, k, v = (attn.pool(t, taps(conv.weight, repeats=2)[0], conv, norm, None)
+               for t, (conv, norm) in zip(attn.qkv(x).chunk(3, -1), pools, strict=True))  # fmt: skip
     grid = q.unflatten(2, (8, 12))
     along_h = torch.einsum("bnhwd,hkd->bnhwk", grid, attn.rel_pos_h[attn.rows])
     along_w = torch.einsum("bnhwd,wkd->bnhwk", grid, attn.rel_pos_w[attn.columns])

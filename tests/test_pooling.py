@@ -1,6 +1,5 @@
-"""MViTv2's anchors with kernels and without: the norm folded into the score, and taken while tokens are rolled."""
+"""MViTv2's anchors with kernels and without: the norm folded into the score, and tokens read from where they begin."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 from common import kernels
 from common.anchors import Strided, TokenNorm
 from common.registry import create_model
+from common.shifts import roll
 from mvitv2.model import MViTv2Block, PoolAnchor
 
 
@@ -53,44 +53,38 @@ def test_choices(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride_kv: int,
     randomize(block)
     x = tokens((8, 16), 32)
     with torch.no_grad():
-        rolled, normed, offset = anchor(x, block, fast=True)
-        out = block(rolled, normed)
-        assert normed is not None
+        offset = anchor.offset(x, block, fast=True)
+        out = block(x, offset)
         monkeypatch.setattr(kernels.base, "ENABLED", False)
-        rolled, normed, expected = anchor(x, block, fast=True)
-        assert normed is None
-        assert torch.equal(offset, expected)
-        assert torch.allclose(out, block(rolled), atol=1e-4, rtol=1e-4)
+        assert torch.equal(offset, anchor.offset(x, block, fast=True))
+        assert torch.allclose(out, block(roll(x, offset, (1, 2), within=True)), atol=1e-4, rtol=1e-4)
     assert len({tuple(o) for o in offset.tolist()}) > 1
 
 
 @interpreted
 def test_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens lie where they did, logits are what they were, and an anchored block normalises no second time; with
-    gradients it does, for they go through its norm."""
+    """Tokens lie where they did and logits are what they were, though in inference no more than a skip is rolled; with
+    gradients all is, once for each anchor."""
     model: Any = randomize(create_model("a_mvitv2_micro")).eval()
     x = torch.randn(1, 3, 32, 32)
-    calls: Counter[str] = Counter()
-    for name, module in model.named_modules():
-        if name.endswith("norm1"):
-            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
-    anchored = {f"{name}.norm1" for name, module in model.named_modules() if getattr(module, "modulus", 1) > 1}
 
     def run() -> tuple[Tensor, list[Tensor]]:
         final, stages = model.forward_intermediates(x, return_offsets=True)
         return model.forward_head(final), [offset for _, offset in stages]
 
-    rolled = launches(monkeypatch, "rolling")
+    anchored = [module for module in model.modules() if getattr(module, "modulus", 1) > 1]
+    keep_their_grid = [block for block in anchored if block.stride == 1]
+    assert (len(anchored), len(keep_their_grid)) == (4, 2)
+    launched = launches(monkeypatch, "rolling", "pooling")
     with torch.no_grad():
         logits, offsets = run()
-    assert len(anchored) == 4
-    assert rolled == 4 * ["_rolled_norm"]
-    assert not anchored & set(calls)
+    assert launched.count("_rolled_forward") == 2
+    assert launched.count("_pooled_maximum") == 2
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(kernels.base, "ENABLED", False)
         expected, places = run()
     assert torch.allclose(logits, expected, atol=1e-5, rtol=1e-4)
     assert all(torch.equal(a, b) for a, b in zip(offsets, places, strict=True))
-    calls.clear()
+    launched.clear()
     assert torch.allclose(model(x), expected, atol=1e-5, rtol=1e-4)
-    assert anchored < set(calls)
+    assert launched == 4 * ["_rolled_forward"]

@@ -8,6 +8,7 @@ from torch import nn
 
 from common import kernels
 from common.residual import add_norm, norm_ahead
+from common.shifts import roll
 
 
 @interpreted
@@ -17,18 +18,32 @@ def test_kernel(shape: tuple[int, ...], bias: bool) -> None:
     """Widths in three pieces, in one, and with channels to spare; tokens that are no whole programs."""
     x, update, gain = torch.randn(shape), 3 + torch.randn(shape), torch.rand(shape[-1])
     shift = torch.randn(shape[-1]) if bias else None
-    total, normed = kernels.add_norm(x, update, gain, shift, 1e-3, torch.float32)
+    total, normed = kernels.add_norm(x, update, gain, shift, 1e-3, torch.float32, None)
     assert torch.equal(total, x + update)
     assert torch.allclose(normed, F.layer_norm(x + update, shape[-1:], gain, shift, 1e-3), atol=1e-5)
-    alone = kernels.add_norm(x + update, None, gain, shift, 1e-3, torch.float32)
+    alone = kernels.add_norm(x + update, None, gain, shift, 1e-3, torch.float32, None)
     assert torch.equal(alone[1], normed)
+
+
+@interpreted
+def test_at_an_origin() -> None:
+    """Tokens are read where they are rolled to, each image's at its own place; the update lies where it is."""
+    x, update, gain = torch.randn(3, 5, 4, 96), torch.randn(3, 5, 4, 96), torch.rand(96)
+    origin = torch.tensor([[0, 3], [4, 0], [2, 1]])
+    total, normed = kernels.add_norm(x, update, gain, None, 1e-3, torch.float32, origin)
+    expected = roll(x, origin, (1, 2), within=True) + update
+    assert torch.equal(total, expected)
+    assert torch.allclose(normed, F.layer_norm(expected, (96,), gain, None, 1e-3), atol=1e-5)
+    norm = nn.LayerNorm(96)
+    assert all(torch.equal(a, b) for a, b in zip(add_norm(x, update, norm, origin), (expected, norm(expected)),
+                                                 strict=True))  # fmt: skip
 
 
 @interpreted
 def test_what_is_normalised_is_the_sum_as_it_is_kept() -> None:
     """Lost otherwise: tokens whose norm is not that of what the next layer adds to."""
     x, update, gain = torch.randn(9, 96).half(), torch.randn(9, 96).half(), torch.ones(96)
-    total, normed = kernels.add_norm(x, update, gain, None, 1e-5, torch.float32)
+    total, normed = kernels.add_norm(x, update, gain, None, 1e-5, torch.float32, None)
     assert torch.equal(total, x + update)
     assert torch.allclose(normed, F.layer_norm((x + update).float(), (96,)), atol=1e-6)
 

@@ -9,7 +9,7 @@ from conftest import ROOT, interpreted, launches
 from torch import Tensor
 
 from common import kernels
-from common.kernels import fits_roll_kernel, fits_rolled_norm, rolled, rolled_norm
+from common.kernels import fits_roll_kernel, rolled
 from common.shifts import circular_pad, roll
 from cvt.model import ConvEmbed
 
@@ -68,35 +68,6 @@ def test_rolled(size: tuple[int, int], channels: int, padding: int, sliced: bool
     (grad,), (wanted,) = (torch.autograd.grad(y, x, upstream) for y in (out, expected))
     assert torch.allclose(grad, wanted, atol=1e-5)
     assert padding or torch.equal(grad, wanted)
-
-
-@interpreted
-@pytest.mark.parametrize("both", [True, False])
-@pytest.mark.parametrize(("size", "channels", "sliced"), [(size, c, sliced) for size, c, _, sliced in SIZES])
-def test_rolled_and_normalised(size: tuple[int, int], channels: int, sliced: bool, both: bool) -> None:
-    """What a roll gives, to the bit, and what a LayerNorm makes of it, also of tokens far from zero."""
-    norm = torch.nn.LayerNorm(channels, eps=1e-6)
-    x = 5 + torch.randn(3, *size, 3 * channels if sliced else channels)
-    x = x[..., channels : 2 * channels] if sliced else x
-    offset = torch.tensor([[0, 0], [size[0] - 1, size[1] // 2], [0, size[1]]])
-    with torch.no_grad():
-        norm.weight.normal_()
-        norm.bias.normal_()
-        assert fits_rolled_norm(x)
-        out, normed = rolled_norm(x, offset, norm.weight, norm.bias, norm.eps, torch.float32, both)
-        expected = plain(x, offset, 0)
-        assert torch.equal(out, expected) if both else not out.numel()
-        assert normed.is_contiguous()
-        assert torch.allclose(normed, norm(expected), atol=1e-5)
-
-
-@interpreted
-def test_normalised_for_inference_alone() -> None:
-    """It has no gradient: with gradients enabled a model must not use it."""
-    assert not fits_rolled_norm(torch.zeros(1, 2, 2, 8))
-    with torch.no_grad():
-        assert fits_rolled_norm(torch.zeros(1, 2, 2, 1024))
-        assert not fits_rolled_norm(torch.zeros(1, 2, 2, 1025))
 
 
 @interpreted

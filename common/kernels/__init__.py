@@ -14,9 +14,9 @@ from .depthwise import (
 from .merging import fits_merge_kernel, fits_merged_product, merged_product, rolled_merge
 from .patches import all_phases, fits_image_phases, fits_image_tokens, image_phases, image_tokens, in_pieces
 from .pixels import fits_image_windows, image_windows, packed
-from .pooling import fits_pooled, pooled
+from .pooling import fits_pooled, fits_pooled_maximum, pooled, pooled_maximum
 from .residual import add_norm, fits_add_norm
-from .rolling import fits_roll_kernel, fits_rolled_norm, rolled, rolled_norm
+from .rolling import fits_roll_kernel, rolled
 from .scores import best_phase, best_window, fits_window_scores, token_moments
 from .sketching import convolution_taps, depthwise_taps, fits_sketch, merging_weights, pooled_taps, sketched
 from .tokens import (
@@ -55,8 +55,8 @@ __all__ = [
     "fits_merge_kernel",
     "fits_merged_product",
     "fits_pooled",
+    "fits_pooled_maximum",
     "fits_roll_kernel",
-    "fits_rolled_norm",
     "fits_sketch",
     "fits_token_kernel",
     "fits_token_scores",
@@ -73,11 +73,11 @@ __all__ = [
     "packed",
     "plain_depthwise",
     "pooled",
+    "pooled_maximum",
     "pooled_taps",
     "product_dtype",
     "rolled",
     "rolled_merge",
-    "rolled_norm",
     "sketched",
     "token_energies",
     "token_moments",

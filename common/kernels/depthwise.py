@@ -3,6 +3,7 @@ neighbours are read where they lie, so nothing is padded, permuted or copied. In
 follows, and behind tokens that are only passed on."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ if AVAILABLE:
 
     from .base import around
 
-__all__ = ["depthwise", "depthwise_norm", "fits_depthwise_kernel", "fits_depthwise_norm", "plain_depthwise"]
+__all__ = ["depthwise", "depthwise_norm", "fits_depthwise_kernel", "fits_depthwise_norm", "plain_depthwise",
+           "split"]  # fmt: skip
 
+LONGEST = 8  # outputs of a strip
 PROGRAMS = 2048  # of a backward pass: enough to fill a GPU, and each leaves one sum per weight
 
 
@@ -34,20 +37,18 @@ def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Te
     Shapes: x (B, H, W, C), weight (k, k, C), k odd -> (B, ceil(H / stride), ceil(W / stride), C).
     """
     x = x.to(product_dtype(x))
-    if fits_depthwise_kernel(x, weight):
+    if fits_depthwise_kernel(x, weight.shape[:2]):
         return depthwise_kernel(x, weight.float().contiguous(), origin, stride, circular)
     return plain_depthwise(x, weight, stride, circular, origin)
 
 
-def depthwise_norm(x: Tensor, lead: Tensor, weight: Tensor, norm: nn.BatchNorm2d, stride: int, circular: bool,
+def depthwise_norm(x: Tensor, lead: Tensor, weights: Tensor, stride: int, circular: bool,
                    origin: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Tokens ``lead`` (B, n, C), and behind them, row by row, ``norm`` of what ``depthwise`` makes of x: all in one
-    pass, where ``fits_depthwise_norm`` holds -> (B, n + H/stride W/stride, C)."""
-    x, mean, variance = x.to(product_dtype(x)), norm.running_mean, norm.running_var
-    if mean is None or variance is None:
-        raise ValueError("a norm without running statistics cannot be taken in one pass with a convolution")
-    return depthwise_norm_kernel(x, lead.to(x.dtype), weight.contiguous(), mean, variance, norm.weight, norm.bias,
-                                 origin, stride, circular, norm.eps)  # fmt: skip
+    """Tokens ``lead`` (B, m, C), and behind them, row by row, what a convolution as in ``depthwise`` and a norm make of
+    x; n times, by ``weights`` (n, 10, C) of ``common.weights.normed_taps``
+    -> (n, B, m + H/stride W/stride, C). In one pass; for inference, where ``fits_depthwise_norm`` holds."""
+    x = x.to(product_dtype(x))
+    return depthwise_norm_kernel(x, lead.to(x.dtype), weights, origin, stride, circular)
 
 
 def plain_depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Tensor | None = None) -> Tensor:
@@ -60,18 +61,21 @@ def plain_depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, orig
     return F.conv2d(x, kernel, stride=stride, padding=pad, groups=x.shape[1]).permute(0, 2, 3, 1)
 
 
-def fits_depthwise_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel takes these: 3 x 3, at most float32, channels beside one another. Other strides are free, so
-    that it reads a slice of the channels in place."""
+def fits_depthwise_kernel(x: Tensor, size: Sequence[int]) -> bool:
+    """Whether a kernel of this size takes these: 3 x 3, at most float32, channels beside one another. Other strides are
+    free, so that it reads a slice of the channels in place."""
     single = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return usable(x) and single and x.numel() > 0 and x.stride(3) == 1 and weight.shape[:2] == (3, 3)
+    return usable(x) and single and x.numel() > 0 and x.stride(3) == 1 and tuple(size) == (3, 3)
 
 
-def fits_depthwise_norm(x: Tensor, weight: Tensor, norm: nn.BatchNorm2d) -> bool:
-    """Whether ``depthwise_norm`` takes these: tokens for the kernel, no gradient, and a norm by what it has learnt."""
-    learnt = not norm.training and norm.running_mean is not None and norm.affine
-    plain = not torch.is_grad_enabled() and not isinstance(norm.weight, DTensor)
-    return learnt and plain and fits_depthwise_kernel(x, weight)
+def fits_depthwise_norm(x: Tensor, convs: Sequence[nn.Conv2d], norms: Sequence[nn.BatchNorm2d]) -> bool:
+    """Whether ``depthwise_norm`` takes these: tokens and 3 x 3 weights for the kernel, no gradient, and norms by what
+    they have learnt, all of one kind."""
+    learnt = all(not norm.training and norm.running_mean is not None and norm.affine for norm in norms)
+    same = len({norm.eps for norm in norms}) == 1
+    plain = not torch.is_grad_enabled() and not any(isinstance(norm.weight, DTensor) for norm in norms)
+    fits = all(fits_depthwise_kernel(x, conv.kernel_size) for conv in convs)
+    return learnt and same and plain and fits
 
 
 if AVAILABLE:
@@ -97,49 +101,113 @@ if AVAILABLE:
         return n, there
 
     @triton.jit
-    def _depthwise_forward(x, lead, weight, mean, variance, gain, shift, origin, out, height, width, rows, columns,
-                           count, images, stride_b, stride_h, stride_w, lead_b, lead_n, LEAD: tl.constexpr,
-                           NORM: tl.constexpr, EPS: tl.constexpr, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr,
-                           PLACED: tl.constexpr, CHANNELS: tl.constexpr, BAND: tl.constexpr, C: tl.constexpr,
+    def _strip(t, rows, segments, SEGMENT: tl.constexpr):
+        """Of strips t, each of SEGMENT outputs in a row: image, row, first column."""
+        return (t // rows // segments).to(tl.int64), t % rows, t // rows % segments * SEGMENT
+
+    @triton.jit
+    def _rows(x, origin, image, h, w, height, stride_b, stride_h, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr,
+              PLACED: tl.constexpr):  # fmt: skip
+        """What strips read: three rows, whether these are there, the first column."""
+        top, left = 0, 0
+        if PLACED:
+            top, left = tl.load(origin + 2 * image).to(tl.int32), tl.load(origin + 2 * image + 1).to(tl.int32)
+        tokens, there = (), ()
+        for i in tl.static_range(3):
+            y = h * STRIDE + top + (i - 1)
+            if CIRCULAR:
+                y = around(y, height)
+            tokens = tokens + (x + image * stride_b + y * stride_h,)  # type: ignore[assignment]  # noqa: RUF005
+            there = there + ((y >= 0) & (y < height),)  # type: ignore[assignment]  # noqa: RUF005
+        return tokens, there, w * STRIDE + left - 1
+
+    @triton.jit
+    def _column(tokens, there, z, c, real, width, stride_w, CIRCULAR: tl.constexpr, RAGGED: tl.constexpr,
+                PIECES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+        """Tokens in column z of three rows, per piece of their channels: tensors (T, C)."""
+        if CIRCULAR:
+            z = around(z, width)
+        values, place = (), (z * stride_w)[:, None] + c[None, :]
+        for n in tl.static_range(3 * PIECES):
+            source = tokens[n % 3][:, None] + place + n // 3 * C
+            if CIRCULAR and not RAGGED:
+                value = tl.load(source)
+            else:
+                value = tl.load(source, (there[n % 3] & (z >= 0) & (z < width))[:, None] & real[None, :], 0.0)
+            values = values + (value.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        return values
+
+    @triton.jit
+    def _taps(weight, c, real, COUNT: tl.constexpr, CHANNELS: tl.constexpr, RAGGED: tl.constexpr, T: tl.constexpr):
+        """Rows of CHANNELS weights, each thread its own: (T, C) tensors of which all rows are the same."""
+        taps, place = (), tl.zeros([T, 1], tl.int32) + c[None, :]
+        for k in tl.static_range(COUNT):
+            if RAGGED:
+                tap = tl.load(weight + k * CHANNELS + place, real[None, :], 0.0)
+            else:
+                tap = tl.load(weight + k * CHANNELS + place)
+            taps = taps + (tap.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        return taps
+
+    @triton.jit
+    def _sum(total, left, middle, right, taps, START: tl.constexpr, PIECE: tl.constexpr):
+        """``total`` and three tokens of each column times their taps."""
+        for i in tl.static_range(3):
+            total += left[3 * PIECE + i] * taps[START + 3 * i]
+        for i in tl.static_range(3):
+            total += middle[3 * PIECE + i] * taps[START + 3 * i + 1]
+        for i in tl.static_range(3):
+            total += right[3 * PIECE + i] * taps[START + 3 * i + 2]
+        return total
+
+    @triton.jit
+    def _depthwise_forward(x, lead, weight, origin, out, height, width, rows, columns, segments, count, images,
+                           stride_b, stride_h, stride_w, lead_b, lead_n, out_n, LEAD: tl.constexpr, N: tl.constexpr,
+                           TAPS: tl.constexpr, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr,
+                           CHANNELS: tl.constexpr, SEGMENT: tl.constexpr, C: tl.constexpr,
                            T: tl.constexpr):  # fmt: skip
-        """T outputs; in further programs, of the LEAD tokens that go before those of each image, as many."""
+        """T strips of outputs, N outputs at each place, of TAPS = 9 weights, or 10 with what is added. A column of
+        tokens is read once for all outputs of a strip. In further programs the LEAD tokens that go before those of
+        each image."""
         BLOCKS: tl.constexpr = (CHANNELS + C - 1) // C
+        RAGGED: tl.constexpr = CHANNELS % C != 0
         part, c = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * C + tl.arange(0, C)
+        real = c < CHANNELS
         if LEAD:
             parts = tl.cdiv(count, T)
             if part >= parts:
                 n = (part - parts) * T + tl.arange(0, T)
                 image, n = (n // LEAD).to(tl.int64), n % LEAD
-                keep = (image < images)[:, None] & (c < CHANNELS)[None, :]
+                keep = (image < images)[:, None] & real[None, :]
                 value = tl.load(lead + (image * lead_b + n * lead_n)[:, None] + c[None, :], keep)
-                place = (image * (LEAD + rows * columns) + n) * CHANNELS
-                tl.store(out + place[:, None] + c[None, :], value, keep)
+                place = ((image * (LEAD + rows * columns) + n) * CHANNELS)[:, None] + c[None, :]
+                for m in tl.static_range(N):
+                    tl.store(out + m * out_n + place, value, keep)
                 return
         t = part * T + tl.arange(0, T)
-        image, h, w = _grid(t, rows, columns, BAND)
-        top, left = 0, 0
-        if PLACED:
-            top = tl.load(origin + 2 * image, t < count, 0).to(tl.int32)
-            left = tl.load(origin + 2 * image + 1, t < count, 0).to(tl.int32)
-        channels = (c < CHANNELS)[None, :]
-        total = tl.zeros([T, C], tl.float32)
-        for i in range(3):  # unrolled or not, by the compiler: with taps in float32 it is
-            y, in_rows = _source(h, i, top, height, STRIDE, CIRCULAR, False)
-            for j in tl.static_range(3):
-                z, in_columns = _source(w, j, left, width, STRIDE, CIRCULAR, False)
-                place = image * stride_b + y * stride_h + z * stride_w
-                keep = (t < count) & in_rows & in_columns
-                value = tl.load(x + place[:, None] + c[None, :], keep[:, None] & channels, 0.0)
-                tap = tl.load(weight + (3 * i + j) * CHANNELS + c, c < CHANNELS, 0.0).to(tl.float32)
-                total += value.to(tl.float32) * tap[None, :]
-        if NORM:
-            scale = tl.rsqrt(tl.load(variance + c, c < CHANNELS, 1.0).to(tl.float32) + EPS)
-            scale *= tl.load(gain + c, c < CHANNELS, 0.0).to(tl.float32)
-            add = tl.load(shift + c, c < CHANNELS, 0.0).to(tl.float32)
-            add -= tl.load(mean + c, c < CHANNELS, 0.0).to(tl.float32) * scale
-            total = total * scale[None, :] + add[None, :]
-        place = (image * (LEAD + rows * columns) + (LEAD + h * columns + w)) * CHANNELS
-        tl.store(out + place[:, None] + c[None, :], total.to(out.dtype.element_ty), (t < count)[:, None] & channels)
+        image, h, w = _strip(tl.minimum(t, count - 1), rows, segments, SEGMENT)
+        tokens, there, z = _rows(x, origin, image, h, w, height, stride_b, stride_h, STRIDE, CIRCULAR, PLACED)
+        taps = _taps(weight, c, real, N * TAPS, CHANNELS, RAGGED, T)
+        place = ((image * (LEAD + rows * columns) + (LEAD + h * columns + w)) * CHANNELS)[:, None] + c[None, :]
+        left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
+        middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
+        for s in tl.range(SEGMENT, loop_unroll_factor=SEGMENT):
+            right = _column(tokens, there, z + 2, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
+            keep = ((t < count) & (w + s < columns))[:, None] & real[None, :]
+            for m in tl.static_range(N):
+                total = taps[m * TAPS + 9] if TAPS == 10 else tl.zeros([T, C], tl.float32)
+                total = _sum(total, left, middle, right, taps, m * TAPS, 0)
+                target = out + m * out_n + place + s * CHANNELS
+                tl.store(target, total.to(out.dtype.element_ty), keep)
+            z += STRIDE
+            if STRIDE == 1:
+                left, middle = middle, right
+            else:
+                if STRIDE == 2:
+                    left = right
+                else:
+                    left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
+                middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
 
     @triton.jit
     def _tap(grad, image, y, in_rows, z, in_columns, c, rows, columns, CHANNELS: tl.constexpr):
@@ -223,39 +291,47 @@ def depthwise_kernel(x: Tensor, weight: Tensor, origin: Tensor | None, stride: i
     """``depthwise`` in one pass; weight (3, 3, C) in float32, contiguous."""
     out = torch.empty((len(x), -(-x.shape[1] // stride), -(-x.shape[2] // stride), x.shape[3]), dtype=x.dtype,
                       device=x.device)  # fmt: skip
-    _forward(x, None, weight, None, origin, out, stride, circular, 0.0)
+    _forward(x, None, weight.view(1, 9, -1), origin, out[None], stride, circular)
     return out
 
 
 @operator("shift_vits::depthwise_norm")
-def depthwise_norm_kernel(x: Tensor, lead: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, gain: Tensor,
-                          shift: Tensor, origin: Tensor | None, stride: int, circular: bool,
-                          eps: float) -> Tensor:  # fmt: skip
-    """``depthwise_norm``; weight (3, 3, C), contiguous."""
+def depthwise_norm_kernel(x: Tensor, lead: Tensor, weights: Tensor, origin: Tensor | None, stride: int,
+                          circular: bool) -> Tensor:  # fmt: skip
+    """``depthwise_norm``; weights contiguous."""
     tokens = lead.shape[1] + -(-x.shape[1] // stride) * -(-x.shape[2] // stride)
-    out = torch.empty((len(x), tokens, x.shape[3]), dtype=x.dtype, device=x.device)
-    _forward(x, lead, weight, (mean, variance, gain, shift), origin, out, stride, circular, eps)
+    out = torch.empty((len(weights), len(x), tokens, x.shape[3]), dtype=x.dtype, device=x.device)
+    _forward(x, lead, weights, origin, out, stride, circular)
     return out
 
 
-def _forward(x: Tensor, lead: Tensor | None, weight: Tensor, norm: tuple[Tensor, ...] | None, origin: Tensor | None,
-             out: Tensor, stride: int, circular: bool, eps: float) -> None:  # fmt: skip
+def _forward(x: Tensor, lead: Tensor | None, weights: Tensor, origin: Tensor | None, out: Tensor, stride: int,
+             circular: bool) -> None:  # fmt: skip
     b, h, w, channels = x.shape
     rows, columns, n = -(-h // stride), -(-w // stride), 0 if lead is None else lead.shape[1]
-    block, tile = _tile(x, vectors=2)
-    count, strides = b * rows * columns, (0, 0) if lead is None else lead.stride()[:2]
+    segment, segments = split(columns)
+    block = next((n for n in (128, 64) if channels % n == 0), 32)
+    tile = 128 * 4 // block  # a thread has four channels
+    count, strides = b * rows * segments, (0, 0) if lead is None else lead.stride()[:2]
     programs = (-(-count // tile) + -(-b * n // tile)) * -(-channels // block)
-    launch(_depthwise_forward, (programs,), x, x if lead is None else lead, weight, *(norm or (weight,) * 4),
-           weight if origin is None else origin, out, h, w, rows, columns, count, b, *x.stride()[:3], *strides, LEAD=n,
-           NORM=norm is not None, EPS=eps, STRIDE=stride, CIRCULAR=circular, PLACED=origin is not None,
-           CHANNELS=channels, BAND=math.gcd(rows, 4), C=block, T=tile, num_warps=4)  # fmt: skip
+    launch(_depthwise_forward, (programs,), x, x if lead is None else lead, weights,
+           weights if origin is None else origin, out, h, w, rows, columns, segments, count, b, *x.stride()[:3],
+           *strides, out.stride(0), LEAD=n, N=len(weights), TAPS=weights.shape[1], STRIDE=stride, CIRCULAR=circular,
+           PLACED=origin is not None, CHANNELS=channels, SEGMENT=segment, C=block, T=tile, num_warps=4)  # fmt: skip
+
+
+def split(columns: int) -> tuple[int, int]:
+    """So many outputs in a row as strips: how long, and how many."""
+    segments = -(-columns // LONGEST)
+    return -(-columns // segments), segments
 
 
 @operator("shift_vits::depthwise_backward")
 def depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, origin: Tensor | None, stride: int,
                        circular: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
     b, h, w, channels = x.shape
-    block, tile = _tile(x, vectors=1)
+    block = 64 if channels % 64 == 0 else 32  # of a cache line, or half of it
+    tile = 128 * 16 // x.element_size() // block  # a thread has a vector of 16 bytes
     blocks, count = -(-channels // block), b * h * w
     parts = min(-(-count // tile), max(1, PROGRAMS // blocks))
     grad_x = torch.empty((b, h, w, channels), dtype=x.dtype, device=x.device)
@@ -265,13 +341,6 @@ def depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, origin: Tensor |
            CIRCULAR=circular, PLACED=origin is not None, CHANNELS=channels, BAND=math.gcd(h, 4), C=block, T=tile,
            num_warps=4, num_stages=1)  # fmt: skip
     return grad_x, grad_weight.sum(0)
-
-
-def _tile(x: Tensor, vectors: int) -> tuple[int, int]:
-    """Channels and tokens of a program of 128 threads, each with so many vectors of 16 bytes. Channels are those of a
-    cache line, or half of it where that divides them better."""
-    block = 64 if x.shape[3] % 64 == 0 else 32
-    return block, vectors * 128 * 16 // x.element_size() // block
 
 
 def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:

@@ -1,101 +1,140 @@
-"""Keys and values of pooled attention in one pass, for inference: every head pooled by a depthwise 3 x 3 convolution,
-normalised, and with what else attention reads of each token beside it."""
+"""Pooled attention and its skip in one pass each, for inference: every head pooled by a depthwise 3 x 3 convolution,
+normalised, and with what else attention reads of each token beside it; and the maximum of 3 x 3 tokens."""
 
-import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .base import AVAILABLE, INTERPRETED, launch, operator, pieces, power
-from .depthwise import fits_depthwise_kernel
+from .depthwise import fits_depthwise_kernel, split
 
 if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .depthwise import _grid, _source
+    from .depthwise import _column, _rows, _strip, _sum, _taps
 
-__all__ = ["fits_pooled", "pooled"]
+__all__ = ["fits_pooled", "fits_pooled_maximum", "pooled", "pooled_maximum"]
 
-TOKENS = 16  # of a program
+STRIPS = 8  # of a program
 
 
-def fits_pooled(x: Tensor, weight: Tensor, gain: Tensor | None) -> bool:
-    """Whether ``pooled`` takes these: half precision, what a depthwise kernel takes, at most 256 channels a head, and
-    no gradient."""
+def fits_pooled(x: Tensor, size: Sequence[int], gain: Tensor | None) -> bool:
+    """Whether ``pooled`` takes these: half precision, what a depthwise kernel of this size takes, at most 256 channels
+    a head, and no gradient."""
     half = x.dtype in (torch.bfloat16, torch.float16) or INTERPRETED
-    plain = half and gain is not None and not isinstance(gain, DTensor) and not torch.is_grad_enabled()
-    return plain and weight.shape[2] <= 256 and fits_depthwise_kernel(x, weight)
+    if not half or gain is None or isinstance(gain, DTensor) or torch.is_grad_enabled():
+        return False
+    return len(gain) <= 256 and fits_depthwise_kernel(x, size)
+
+
+def fits_pooled_maximum(x: Tensor, stride: int) -> bool:
+    """Whether ``pooled_maximum`` takes these: tokens that a kernel reads, stride 2, and no gradient."""
+    return stride == 2 and not torch.is_grad_enabled() and fits_depthwise_kernel(x, (3, 3))
 
 
 if AVAILABLE:
 
     @triton.jit
-    def _normed(t, mean, scale, gain, shift, c, keep):
-        weight, bias = tl.load(gain + c, keep, 0.0).to(tl.float32), tl.load(shift + c, keep, 0.0).to(tl.float32)
-        return (t - mean[:, None]) * scale[:, None] * weight[None, :] + bias[None, :]
+    def _pooled(x, weight, gain, shift, tail, origin, out, height, width, rows, columns, segments, count, stride_b,
+                stride_h, stride_w, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PIECES: tl.constexpr,
+                WIDTH: tl.constexpr, TAIL: tl.constexpr, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr,
+                PLACED: tl.constexpr, SEGMENT: tl.constexpr, EPS: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+                T: tl.constexpr):  # fmt: skip
+        """T strips of outputs of one head, whose channels are one piece of C, or three: 96 are three of 32."""
+        RAGGED: tl.constexpr = PIECES == 1 and CHANNELS != C
+        head, t, c = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS * T + tl.arange(0, T), tl.arange(0, C)
+        real = c < CHANNELS // PIECES
+        image, h, w = _strip(tl.minimum(t, count - 1), rows, segments, SEGMENT)
+        tokens, there, z = _rows(x + head * CHANNELS, origin, image, h, w, height, stride_b, stride_h, STRIDE, CIRCULAR,
+                                 PLACED)  # fmt: skip
+        taps, gains, shifts = (), (), ()
+        for n in tl.static_range(PIECES):
+            taps = taps + _taps(weight + n * C, c, real, 9, CHANNELS, RAGGED, T)
+            gains = gains + _taps(gain + n * C, c, real, 1, CHANNELS, RAGGED, T)
+            shifts = shifts + _taps(shift + n * C, c, real, 1, CHANNELS, RAGGED, T)
+        place = ((image * HEADS + head) * (rows * columns) + (h * columns + w)) * (CHANNELS + WIDTH)
+        left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
+        middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
+        for s in tl.range(SEGMENT, loop_unroll_factor=SEGMENT):
+            right = _column(tokens, there, z + 2, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
+            keep = ((t < count) & (w + s < columns))[:, None]
+            values, total = (), tl.zeros([T, C], tl.float32)
+            for n in tl.static_range(PIECES):
+                value = _sum(tl.zeros([T, C], tl.float32), left, middle, right, taps, 9 * n, n)
+                values, total = values + (value,), total + value  # type: ignore[assignment]  # noqa: RUF005
+            mean, square = (tl.sum(total, 1) / CHANNELS)[:, None], tl.zeros([T, C], tl.float32)
+            for n in tl.static_range(PIECES):
+                value = values[n] - mean
+                if RAGGED:
+                    value = tl.where(real[None, :], value, 0.0)
+                square += value * value
+            scale = (1.0 / tl.sqrt(tl.sum(square, 1) / CHANNELS + EPS))[:, None]
+            target = out + (place + s * (CHANNELS + WIDTH))[:, None]
+            for n in tl.static_range(PIECES):
+                value = (values[n] - mean) * scale * gains[n] + shifts[n]
+                tl.store(target + (n * C + c)[None, :], value.to(out.dtype.element_ty), keep & real[None, :])
+            if WIDTH:
+                e = tl.arange(0, E)
+                beside, keep = tl.zeros([T, E], tl.float32), keep & (e < WIDTH)[None, :]
+                if TAIL:
+                    beside = tl.load(tail + ((h * columns + w + s) * WIDTH)[:, None] + e[None, :], keep, 0.0)
+                tl.store(target + (CHANNELS + e)[None, :], beside.to(out.dtype.element_ty), keep)
+            z += STRIDE
+            if STRIDE == 1:
+                left, middle = middle, right
+            else:
+                if STRIDE == 2:
+                    left = right
+                else:
+                    left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
+                middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
 
     @triton.jit
-    def _pooled(x, weight, gain, shift, tail, out, height, width, rows, columns, count, stride_b, stride_h, stride_w,
-                HEADS: tl.constexpr, CHANNELS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-                TAIL: tl.constexpr, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, BAND: tl.constexpr,
-                EPS: tl.constexpr, C: tl.constexpr, E: tl.constexpr, T: tl.constexpr):  # fmt: skip
-        """T outputs of one head, whose channels are one piece of C, or three: 96 are three of 32."""
-        head, t, c = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS * T + tl.arange(0, T), tl.arange(0, C)
-        image, h, w = _grid(t, rows, columns, BAND)
-        real = c < CHANNELS // PIECES
-        x += head * CHANNELS
-        t0, t1, t2 = tl.zeros([T, C], tl.float32), tl.zeros([T, C], tl.float32), tl.zeros([T, C], tl.float32)
-        for i in tl.static_range(3):
-            y, in_rows = _source(h, i, 0, height, STRIDE, CIRCULAR, False)
-            for j in tl.static_range(3):
-                z, in_columns = _source(w, j, 0, width, STRIDE, CIRCULAR, False)
-                keep = ((t < count) & in_rows & in_columns)[:, None] & real[None, :]
-                place = x + (image * stride_b + y * stride_h + z * stride_w)[:, None] + c[None, :]
-                tap = weight + (3 * i + j) * CHANNELS + c
-                t0 += tl.load(place, keep, 0.0).to(tl.float32) * tl.load(tap, real, 0.0).to(tl.float32)[None, :]
-                if PIECES == 3:
-                    t1 += tl.load(place + C, keep, 0.0).to(tl.float32) * tl.load(tap + C).to(tl.float32)[None, :]
-                    tap += 2 * C
-                    t2 += tl.load(place + 2 * C, keep, 0.0).to(tl.float32) * tl.load(tap).to(tl.float32)[None, :]
-        mean = tl.sum(t0 + t1 + t2, 1) / CHANNELS
-        d0 = tl.where(real[None, :], t0 - mean[:, None], 0.0)
-        square = d0 * d0
-        if PIECES == 3:
-            d1, d2 = t1 - mean[:, None], t2 - mean[:, None]
-            square += d1 * d1 + d2 * d2
-        scale = 1.0 / tl.sqrt(tl.sum(square, 1) / CHANNELS + EPS)
-        token = h * columns + w
-        place = out + (((image * HEADS + head) * (rows * columns) + token) * (CHANNELS + WIDTH))[:, None]
-        keep = (t < count)[:, None]
-        t0 = _normed(t0, mean, scale, gain, shift, c, real)
-        tl.store(place + c[None, :], t0.to(out.dtype.element_ty), keep & real[None, :])
-        if PIECES == 3:
-            t1 = _normed(t1, mean, scale, gain + C, shift + C, c, real)
-            t2 = _normed(t2, mean, scale, gain + 2 * C, shift + 2 * C, c, real)
-            tl.store(place + (C + c)[None, :], t1.to(out.dtype.element_ty), keep)
-            tl.store(place + (2 * C + c)[None, :], t2.to(out.dtype.element_ty), keep)
-        if WIDTH:
-            e = tl.arange(0, E)
-            beside, keep = tl.zeros([T, E], tl.float32), keep & (e < WIDTH)[None, :]
-            if TAIL:
-                beside = tl.load(tail + (token * WIDTH)[:, None] + e[None, :], keep, 0.0)
-            tl.store(place + (CHANNELS + e)[None, :], beside.to(out.dtype.element_ty), keep)
+    def _pooled_maximum(x, origin, out, height, width, rows, columns, count, stride_b, stride_h, stride_w,
+                        CHANNELS: tl.constexpr, C: tl.constexpr, T: tl.constexpr):  # fmt: skip
+        BLOCKS: tl.constexpr = (CHANNELS + C - 1) // C
+        t, c = tl.program_id(0) // BLOCKS * T + tl.arange(0, T), tl.program_id(0) % BLOCKS * C + tl.arange(0, C)
+        image, h, w = _strip(tl.minimum(t, count - 1), rows, columns, 1)
+        tokens, there, z = _rows(x, origin, image, h, w, height, stride_b, stride_h, 2, True, True)
+        best = tl.full([T, C], -float("inf"), tl.float32)
+        for j in tl.static_range(3):
+            column = _column(tokens, there, z + j, c, c < CHANNELS, width, stride_w, True, CHANNELS % C != 0, 1, C)
+            for i in tl.static_range(3):
+                best = tl.maximum(best, column[i], propagate_nan=tl.PropagateNan.ALL)
+        place = (((image * rows + h) * columns + w) * CHANNELS)[:, None] + c[None, :]
+        tl.store(out + place, best.to(out.dtype.element_ty), (t < count)[:, None] & (c < CHANNELS)[None, :])
 
 
 @operator("shift_vits::pooled")
 def pooled(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, eps: float, stride: int, circular: bool,
-           width: int, tail: Tensor | None) -> Tensor:  # fmt: skip
+           width: int, tail: Tensor | None, origin: Tensor | None) -> Tensor:  # fmt: skip
     """Every head of x (B, H, W, heads d) convolved with ``weight`` (3, 3, d), contiguous, as by ``depthwise``, and
     normalised as by a LayerNorm of d; beside each token its row of ``tail`` (H/s W/s, width), or zeros
     -> (B, heads, H/s W/s, d + width)."""
     (b, h, w, channels), d = x.shape, weight.shape[2]
     rows, columns, heads = -(-h // stride), -(-w // stride), channels // d
     out = torch.empty((b, heads, rows * columns, d + width), dtype=x.dtype, device=x.device)
-    parts, count = pieces(d), b * rows * columns
-    launch(_pooled, (-(-count // TOKENS) * heads,), x, weight, gain, shift, weight if tail is None else tail, out, h, w,
-           rows, columns, count, *x.stride()[:3], HEADS=heads, CHANNELS=d, PIECES=parts, WIDTH=width,
-           TAIL=tail is not None, STRIDE=stride, CIRCULAR=circular, BAND=math.gcd(rows, 4), EPS=eps,
-           C=max(16, power(d // parts)), E=max(2, power(width)), T=TOKENS, num_warps=4)  # fmt: skip
+    parts, (segment, segments) = pieces(d), split(columns)
+    count = b * rows * segments
+    launch(_pooled, (-(-count // STRIPS) * heads,), x, weight, gain, shift, weight if tail is None else tail,
+           weight if origin is None else origin, out, h, w, rows, columns, segments, count, *x.stride()[:3],
+           HEADS=heads, CHANNELS=d, PIECES=parts, WIDTH=width, TAIL=tail is not None, STRIDE=stride,
+           CIRCULAR=circular, PLACED=origin is not None, SEGMENT=segment, EPS=eps, C=max(16, power(d // parts)),
+           E=max(2, power(width)), T=STRIPS, num_warps=4)  # fmt: skip
+    return out
+
+
+@operator("shift_vits::pooled_maximum")
+def pooled_maximum(x: Tensor, origin: Tensor) -> Tensor:
+    """On the torus, the maximum of the 3 x 3 tokens around every second one, the first at ``origin`` (B, 2) in
+    [0, side): (B, H, W, C) -> (B, H/2, W/2, C), sides even."""
+    b, h, w, channels = x.shape
+    out = torch.empty((b, h // 2, w // 2, channels), dtype=x.dtype, device=x.device)
+    block = 64 if channels % 64 == 0 else 32
+    tile, count = max(1, 2048 // x.element_size() // block), b * (h // 2) * (w // 2)
+    launch(_pooled_maximum, (-(-count // tile) * -(-channels // block),), x, origin, out, h, w, h // 2, w // 2, count,
+           *x.stride()[:3], CHANNELS=channels, C=block, T=tile, num_warps=4)  # fmt: skip
     return out

@@ -1,5 +1,4 @@
 """Tokens rolled by an offset per sample, and padded with their own opposite sides, in one pass; forward and backward.
-Or rolled and normalised, for inference.
 
 A compiler fuses a gather into whatever reads it, which then computes every index again, element by element, and reads
 no whole vectors. Here a program moves a part of one row, so that there is an index per token, and layouts stay
@@ -21,7 +20,7 @@ if AVAILABLE:
 
     from .base import around
 
-__all__ = ["fits_roll_kernel", "fits_rolled_norm", "rolled", "rolled_norm"]
+__all__ = ["fits_roll_kernel", "rolled"]
 
 
 def fits_roll_kernel(x: Tensor) -> bool:
@@ -29,11 +28,6 @@ def fits_roll_kernel(x: Tensor) -> bool:
     are free."""
     single = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return usable(x) and single and x.ndim == 4 and x.numel() > 0 and x.stride(3) == 1
-
-
-def fits_rolled_norm(x: Tensor) -> bool:
-    """Whether ``rolled_norm`` takes these: what ``rolled`` does, at most 1024 channels, and no gradient to come."""
-    return not torch.is_grad_enabled() and fits_roll_kernel(x) and x.shape[3] <= 1024
 
 
 if AVAILABLE:
@@ -79,26 +73,6 @@ if AVAILABLE:
         target = out + (image * height + y) * width * CHANNELS
         tl.store(target + (z * CHANNELS)[:, None] + c[None, :], total.to(out.dtype.element_ty), keep)
 
-    @triton.jit
-    def _rolled_norm(x, offset, gain, bias, out, normed, height, width, stride_b, stride_h, stride_w, EPS: tl.constexpr,
-                     BOTH: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr, T: tl.constexpr):  # fmt: skip
-        image, h, w, c = _part(height, width, CHANNELS, C, T)
-        g = tl.load(gain + c, c < CHANNELS, 0.0).to(tl.float32)
-        b = tl.load(bias + c, c < CHANNELS, 0.0).to(tl.float32)
-        y = around(h + tl.load(offset + 2 * image).to(tl.int32), height)
-        z = around(w + tl.load(offset + 2 * image + 1).to(tl.int32), width)
-        keep = (w < width)[:, None] & (c < CHANNELS)[None, :]
-        source = x + image * stride_b + y.to(tl.int64) * stride_h
-        value = tl.load(source + (z * stride_w)[:, None] + c[None, :], keep, 0.0)
-        target, place = (image * height + h) * width * CHANNELS, (w * CHANNELS)[:, None] + c[None, :]
-        if BOTH:
-            tl.store(out + target + place, value, keep)
-        t = value.to(tl.float32)
-        t = tl.where(keep, t - (tl.sum(t, 1) / CHANNELS)[:, None], 0.0)
-        t *= (1.0 / tl.sqrt(tl.sum(t * t, 1) / CHANNELS + EPS))[:, None]
-        t = t * g[None, :] + b[None, :]
-        tl.store(normed + target + place, t.to(normed.dtype.element_ty), keep)
-
 
 @operator("shift_vits::rolled")
 def rolled(x: Tensor, offset: Tensor, padding: int) -> Tensor:
@@ -129,22 +103,6 @@ def rolled_backward(grad: Tensor, offset: Tensor, padding: int) -> Tensor:
     launch(_rolled_backward, grid, grad, offset.contiguous(), out, height, width, PAD=padding, COPIES=copies,
            CHANNELS=channels, num_stages=1, **tile)  # fmt: skip
     return out
-
-
-@operator("shift_vits::rolled_norm")
-def rolled_norm(x: Tensor, offset: Tensor, gain: Tensor, bias: Tensor, eps: float, dtype: torch.dtype,
-                both: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Tokens rolled as by ``rolled``, and what a LayerNorm makes of them, in the type given: x (B, H, W, C), offset
-    (B, 2) in [0, side], gain and bias (C,) -> twice (B, H, W, C), contiguous; the first is empty unless ``both``."""
-    b, height, width, channels = x.shape
-    normed = torch.empty(x.shape, dtype=dtype, device=x.device)
-    out = torch.empty((b if both else 0, height, width, channels), dtype=x.dtype, device=x.device)
-    wide = power(channels)
-    tokens = max(1, min(32 * 4 * 16 // x.element_size() // wide, power(width)))  # four vectors of 16 bytes a thread
-    launch(_rolled_norm, (b * height * -(-width // tokens),), x, offset.contiguous(), gain, bias, out, normed, height,
-           width, x.stride(0), x.stride(1), x.stride(2), EPS=eps, BOTH=both, CHANNELS=channels, C=wide, T=tokens,
-           num_warps=1)  # fmt: skip
-    return out, normed
 
 
 def _split(out: Tensor) -> tuple[tuple[int], dict[str, int]]:
