@@ -457,9 +457,11 @@ def module_calls(model: Classifier, x: Tensor, setting: Setting) -> dict[str, li
             [part("patch_embed"), *(getattr(s, "embed", None) for s in stages)],
         ],
         "window selection": [[offset("window_anchor")]],
-        "pooling selection": [[offset("projection_anchor") or part("pool_anchor")]],
+        "pooling selection": [[offset("projection_anchor") or offset("pool_anchor")]],
         "patch merging": [ready, [offset("merge_anchor")], [getattr(stage, "downsample", None) for stage in stages]],
-        "relative positions": [[getattr(block.attn, "position_bias", None) for block in last]],
+        "relative positions": [
+            [getattr(b.attn, name, None) for b in last for name in ("position_bias", "with_positions")]
+        ],
         "attention": [[block.attn for block in last]],
         "block": [last],
     }

@@ -37,10 +37,12 @@ from common.kernels import (
     depthwise,
     fits_pooled,
     fits_pooled_maximum,
+    fits_positioned,
     fits_sketch,
     pooled,
     pooled_maximum,
     pooled_taps,
+    positioned,
     usable,
 )
 from common.positions import circular_rows, linear_rows
@@ -149,7 +151,7 @@ class PoolingAttention(nn.Module):
         q = self.pool(q, weights[0], self.pool_q, self.norm_q, origin)
         k = self.pool(k, weights[1], self.pool_k, self.norm_k, origin, beside, self.places)
         v = self.pool(v, weights[2], self.pool_v, self.norm_v, origin, beside)
-        x = F.scaled_dot_product_attention(torch.cat([q, self.position_bias(q)], -1), k, v, scale=q.shape[-1] ** -0.5)
+        x = F.scaled_dot_product_attention(self.with_positions(q), k, v, scale=q.shape[-1] ** -0.5)
         x = x[..., : q.shape[-1]] + q
         x = x.transpose(1, 2).reshape(x.shape[0], len(self.rows), len(self.columns), -1)
         return self.proj(x)
@@ -168,15 +170,19 @@ class PoolingAttention(nn.Module):
             return F.pad(x, (0, beside)) if beside else x
         return torch.cat([x, tail.to(x).expand(*x.shape[:2], -1, -1)], -1)
 
-    def position_bias(self, q: Tensor) -> Tensor:
-        """E as channels of queries (B, heads, queries, d): one for every row and every column of keys, in the order of
-        ``places``, times sqrt(d), which the attention divides by."""
-        q, scale = q.unflatten(2, (len(self.rows), len(self.columns))), q.shape[-1] ** 0.5  # B, heads, H, W, d
-        by_row = kept(lambda: in_eights(self.rel_pos_h[self.rows] * scale, 1), "rows", self.rel_pos_h)
-        by_column = kept(lambda: in_eights(self.rel_pos_w[self.columns] * scale, 1), "columns", self.rel_pos_w)
-        along_h = torch.einsum("bnhwd,hkd->bnhwk", q, by_row)
-        along_w = torch.einsum("bnhwd,wkd->bnhwk", q, by_column)
-        return torch.cat([along_h, along_w], -1).flatten(2, 3).to(q.dtype)
+    def with_positions(self, q: Tensor) -> Tensor:
+        """Queries (B, heads, queries, d) and E as further channels: one for every row and every column of keys, in the
+        order of ``places``, times sqrt(d), which the attention divides by."""
+        (rows, columns), scale = (self.rel_pos_h, self.rel_pos_w), q.shape[-1] ** 0.5
+        dtype = q.dtype if (one_pass := fits_positioned(q)) else rows.dtype
+        by_row = kept(lambda: in_eights(rows[self.rows] * scale, 1).to(dtype), ("rows", dtype), rows)
+        by_column = kept(lambda: in_eights(columns[self.columns] * scale, 1).to(dtype), ("columns", dtype), columns)
+        if one_pass:
+            return positioned(q, by_row, by_column)
+        grid = q.unflatten(2, (len(self.rows), len(self.columns)))  # B, heads, H, W, d
+        along_h = torch.einsum("bnhwd,hkd->bnhwk", grid, by_row)
+        along_w = torch.einsum("bnhwd,wkd->bnhwk", grid, by_column)
+        return torch.cat([q, torch.cat([along_h, along_w], -1).flatten(2, 3).to(q.dtype)], -1)
 
 
 class MViTv2Block(nn.Module):

@@ -17,9 +17,11 @@ from common.kernels import (
     fits_depthwise_norm,
     fits_pooled,
     fits_pooled_maximum,
+    fits_positioned,
     plain_depthwise,
     pooled,
     pooled_maximum,
+    positioned,
 )
 from common.registry import create_model
 from common.shifts import _CircularPad, convolve, roll
@@ -117,11 +119,27 @@ def test_pooled(size: tuple[int, int], d: int, stride: int, circular: bool, besi
 
 
 @interpreted
+@pytest.mark.parametrize(("size", "keys", "d", "heads"), [((3, 2), (8, 16), 96, 5), ((2, 3), (24, 8), 32, 70)])
+@torch.no_grad()
+def test_positioned(size: tuple[int, int], keys: tuple[int, int], d: int, heads: int) -> None:
+    """Products with the table of a query's row and with that of its column; heads that are no whole programs."""
+    q, by_row, by_column = torch.randn(1, heads, size[0] * size[1], d), *(
+        torch.randn(side, n, d) for side, n in zip(size, keys, strict=True))  # fmt: skip
+    assert fits_positioned(q)
+    grid = q.unflatten(2, size)
+    along = torch.einsum("bnhwd,hkd->bnhwk", grid, by_row), torch.einsum("bnhwd,wkd->bnhwk", grid, by_column)
+    expected = torch.cat([grid, *along], -1).flatten(2, 3)
+    assert torch.allclose(positioned(q, by_row, by_column), expected, atol=1e-4)
+    assert not fits_positioned(q[..., :-1])
+
+
+@interpreted
 def test_pooled_is_for_inference() -> None:
     """Lost otherwise: gradients."""
     x, gain = torch.randn(1, 4, 4, 64), torch.ones(32)
     assert not fits_pooled(x, (3, 3), gain)
     assert not fits_pooled_maximum(x, 2)
+    assert not fits_positioned(x)
     with torch.no_grad():
         assert fits_pooled(x, (3, 3), gain)
         assert not fits_pooled(x.double(), (3, 3), gain)
@@ -129,6 +147,8 @@ def test_pooled_is_for_inference() -> None:
         assert not fits_pooled(x, (3, 3), None)
         assert fits_pooled_maximum(x, 2)
         assert not fits_pooled_maximum(x, 4)
+        assert fits_positioned(x)
+        assert not fits_positioned(x.transpose(1, 2))
 
 
 @interpreted
@@ -161,7 +181,7 @@ def test_depthwise_norm_is_for_inference() -> None:
 
 @interpreted
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize(("name", "calls"), [("cvt_micro", 8), ("mvitv2_micro", 15)])
+@pytest.mark.parametrize(("name", "calls"), [("cvt_micro", 8), ("mvitv2_micro", 20)])
 def test_models_use_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str, calls: int, adaptive: bool) -> None:
     """Every query, key and value of a model goes through a kernel, and its logits stay what they were."""
     launched = launches(monkeypatch, "depthwise", "pooling")

@@ -73,7 +73,7 @@ WINDOWS = {"window_attention": 12, "gelu": 12, "best_window": 4, "merging_weight
     ("a_cvt_13", {**IMAGE, "sketched": 3, "best_phase": 3, "token_scores": 2, "token_choice": 3, "depthwise_norm": 26,
                   "gelu": 13, "add_norm": 16, "depthwise_taps": 3, "convolution_taps": 2, "convolved": 1, "rolled": 1}),
     ("a_mvitv2_tiny", {**IMAGE, "sketched": 6, "best_phase": 3, "token_scores": 2, "token_choice": 3, "pooled": 30,
-                       "pooled_maximum": 3, "gelu": 10, "add_norm": 10, "pooled_taps": 5}),
+                       "positioned": 10, "pooled_maximum": 3, "gelu": 10, "add_norm": 10, "pooled_taps": 5}),
 ])  # fmt: skip
 @torch.inference_mode()
 def test_compilers_see_one_graph(monkeypatch: pytest.MonkeyPatch, name: str, expected: dict[str, int]) -> None:

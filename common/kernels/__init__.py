@@ -14,7 +14,7 @@ from .depthwise import (
 from .merging import fits_merge_kernel, fits_merged_product, merged_product, rolled_merge
 from .patches import all_phases, fits_image_phases, fits_image_tokens, image_phases, image_tokens, in_pieces
 from .pixels import fits_image_windows, image_windows, packed
-from .pooling import fits_pooled, fits_pooled_maximum, pooled, pooled_maximum
+from .pooling import fits_pooled, fits_pooled_maximum, fits_positioned, pooled, pooled_maximum, positioned
 from .residual import add_norm, fits_add_norm
 from .rolling import fits_roll_kernel, rolled
 from .scores import best_phase, best_window, fits_window_scores, token_moments
@@ -56,6 +56,7 @@ __all__ = [
     "fits_merged_product",
     "fits_pooled",
     "fits_pooled_maximum",
+    "fits_positioned",
     "fits_roll_kernel",
     "fits_sketch",
     "fits_token_kernel",
@@ -75,6 +76,7 @@ __all__ = [
     "pooled",
     "pooled_maximum",
     "pooled_taps",
+    "positioned",
     "product_dtype",
     "rolled",
     "rolled_merge",

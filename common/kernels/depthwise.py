@@ -24,7 +24,7 @@ if AVAILABLE:
 __all__ = ["depthwise", "depthwise_norm", "fits_depthwise_kernel", "fits_depthwise_norm", "plain_depthwise",
            "split"]  # fmt: skip
 
-LONGEST = 8  # outputs of a strip
+LONGEST = 14  # outputs of a strip
 PROGRAMS = 2048  # of a backward pass: enough to fill a GPU, and each leaves one sum per weight
 
 
@@ -191,14 +191,15 @@ if AVAILABLE:
         place = ((image * (LEAD + rows * columns) + (LEAD + h * columns + w)) * CHANNELS)[:, None] + c[None, :]
         left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
         middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
-        for s in tl.range(SEGMENT, loop_unroll_factor=SEGMENT):
+        results = ()
+        for _ in tl.static_range(SEGMENT * N):
+            results = results + (tl.zeros([T, C], out.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
+        for _ in tl.range(SEGMENT, loop_unroll_factor=SEGMENT):  # stored at the end: no read overtakes a store
             right = _column(tokens, there, z + 2, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
-            keep = ((t < count) & (w + s < columns))[:, None] & real[None, :]
             for m in tl.static_range(N):
                 total = taps[m * TAPS + 9] if TAPS == 10 else tl.zeros([T, C], tl.float32)
-                total = _sum(total, left, middle, right, taps, m * TAPS, 0)
-                target = out + m * out_n + place + s * CHANNELS
-                tl.store(target, total.to(out.dtype.element_ty), keep)
+                total = _sum(total, left, middle, right, taps, m * TAPS, 0).to(out.dtype.element_ty)
+                results = results[1:] + (total,)  # type: ignore[assignment]  # noqa: RUF005
             z += STRIDE
             if STRIDE == 1:
                 left, middle = middle, right
@@ -208,6 +209,9 @@ if AVAILABLE:
                 else:
                     left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
                 middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
+        for n in tl.static_range(SEGMENT * N):
+            keep = ((t < count) & (w + n // N < columns))[:, None] & real[None, :]
+            tl.store(out + n % N * out_n + place + n // N * CHANNELS, results[n], keep)
 
     @triton.jit
     def _tap(grad, image, y, in_rows, z, in_columns, c, rows, columns, CHANNELS: tl.constexpr):
@@ -309,7 +313,7 @@ def _forward(x: Tensor, lead: Tensor | None, weights: Tensor, origin: Tensor | N
              circular: bool) -> None:  # fmt: skip
     b, h, w, channels = x.shape
     rows, columns, n = -(-h // stride), -(-w // stride), 0 if lead is None else lead.shape[1]
-    segment, segments = split(columns)
+    segment, segments = split(columns, LONGEST)
     block = next((n for n in (128, 64) if channels % n == 0), 32)
     tile = 128 * 4 // block  # a thread has four channels
     count, strides = b * rows * segments, (0, 0) if lead is None else lead.stride()[:2]
@@ -320,9 +324,9 @@ def _forward(x: Tensor, lead: Tensor | None, weights: Tensor, origin: Tensor | N
            PLACED=origin is not None, CHANNELS=channels, SEGMENT=segment, C=block, T=tile, num_warps=4)  # fmt: skip
 
 
-def split(columns: int) -> tuple[int, int]:
+def split(columns: int, longest: int) -> tuple[int, int]:
     """So many outputs in a row as strips: how long, and how many."""
-    segments = -(-columns // LONGEST)
+    segments = -(-columns // longest)
     return -(-columns // segments), segments
 
 

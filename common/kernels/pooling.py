@@ -1,5 +1,5 @@
-"""Pooled attention and its skip in one pass each, for inference: every head pooled by a depthwise 3 x 3 convolution,
-normalised, and with what else attention reads of each token beside it; and the maximum of 3 x 3 tokens."""
+"""What pooled attention reads, and its skip, for inference: every head pooled by a depthwise 3 x 3 convolution and
+normalised, in one pass; positions beside queries, in another; and the maximum of 3 x 3 tokens."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .base import AVAILABLE, INTERPRETED, launch, operator, pieces, power
+from .base import AVAILABLE, INTERPRETED, launch, operator, pieces, power, usable
 from .depthwise import fits_depthwise_kernel, split
 
 if AVAILABLE:
@@ -16,9 +16,11 @@ if AVAILABLE:
 
     from .depthwise import _column, _rows, _strip, _sum, _taps
 
-__all__ = ["fits_pooled", "fits_pooled_maximum", "pooled", "pooled_maximum"]
+__all__ = ["fits_pooled", "fits_pooled_maximum", "fits_positioned", "pooled", "pooled_maximum", "positioned"]
 
-STRIPS = 8  # of a program
+LONGEST = 8  # outputs of a strip
+STRIPS = 8  # of a program of ``pooled``
+HEADS = 64  # of a program of ``positioned``
 
 
 def fits_pooled(x: Tensor, size: Sequence[int], gain: Tensor | None) -> bool:
@@ -33,6 +35,14 @@ def fits_pooled(x: Tensor, size: Sequence[int], gain: Tensor | None) -> bool:
 def fits_pooled_maximum(x: Tensor, stride: int) -> bool:
     """Whether ``pooled_maximum`` takes these: tokens that a kernel reads, stride 2, and no gradient."""
     return stride == 2 and not torch.is_grad_enabled() and fits_depthwise_kernel(x, (3, 3))
+
+
+def fits_positioned(q: Tensor) -> bool:
+    """Whether ``positioned`` takes these: half precision, contiguous, 16-128 channels, a power of two or three times
+    one, and no gradient."""
+    half, d = q.dtype in (torch.bfloat16, torch.float16) or INTERPRETED, q.shape[3]
+    known = 16 <= d // pieces(d) == power(d // pieces(d)) and d <= 128
+    return half and known and usable(q) and not torch.is_grad_enabled() and q.is_contiguous() and q.numel() > 0
 
 
 if AVAILABLE:
@@ -58,9 +68,11 @@ if AVAILABLE:
         place = ((image * HEADS + head) * (rows * columns) + (h * columns + w)) * (CHANNELS + WIDTH)
         left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
         middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
-        for s in tl.range(SEGMENT, loop_unroll_factor=SEGMENT):
+        results = ()
+        for _ in tl.static_range(SEGMENT * PIECES):
+            results = results + (tl.zeros([T, C], out.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
+        for _ in tl.range(SEGMENT, loop_unroll_factor=SEGMENT):  # stored at the end: no read overtakes a store
             right = _column(tokens, there, z + 2, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
-            keep = ((t < count) & (w + s < columns))[:, None]
             values, total = (), tl.zeros([T, C], tl.float32)
             for n in tl.static_range(PIECES):
                 value = _sum(tl.zeros([T, C], tl.float32), left, middle, right, taps, 9 * n, n)
@@ -72,16 +84,9 @@ if AVAILABLE:
                     value = tl.where(real[None, :], value, 0.0)
                 square += value * value
             scale = (1.0 / tl.sqrt(tl.sum(square, 1) / CHANNELS + EPS))[:, None]
-            target = out + (place + s * (CHANNELS + WIDTH))[:, None]
             for n in tl.static_range(PIECES):
-                value = (values[n] - mean) * scale * gains[n] + shifts[n]
-                tl.store(target + (n * C + c)[None, :], value.to(out.dtype.element_ty), keep & real[None, :])
-            if WIDTH:
-                e = tl.arange(0, E)
-                beside, keep = tl.zeros([T, E], tl.float32), keep & (e < WIDTH)[None, :]
-                if TAIL:
-                    beside = tl.load(tail + ((h * columns + w + s) * WIDTH)[:, None] + e[None, :], keep, 0.0)
-                tl.store(target + (CHANNELS + e)[None, :], beside.to(out.dtype.element_ty), keep)
+                value = ((values[n] - mean) * scale * gains[n] + shifts[n]).to(out.dtype.element_ty)
+                results = results[1:] + (value,)  # type: ignore[assignment]  # noqa: RUF005
             z += STRIDE
             if STRIDE == 1:
                 left, middle = middle, right
@@ -91,6 +96,44 @@ if AVAILABLE:
                 else:
                     left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
                 middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
+        beside, e = (), tl.arange(0, E)
+        for s in tl.static_range(SEGMENT):
+            value = tl.zeros([T, E], tl.float32)
+            if TAIL:
+                there, token = (w + s < columns)[:, None] & (e < WIDTH)[None, :], h * columns + w + s
+                value = tl.load(tail + (token * WIDTH)[:, None] + e[None, :], there, 0.0)
+            beside = beside + (value.to(out.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
+        for s in tl.static_range(SEGMENT):
+            keep, target = ((t < count) & (w + s < columns))[:, None], out + (place + s * (CHANNELS + WIDTH))[:, None]
+            for n in tl.static_range(PIECES):
+                tl.store(target + (n * C + c)[None, :], results[s * PIECES + n], keep & real[None, :])
+            if WIDTH:
+                tl.store(target + (CHANNELS + e)[None, :], beside[s], keep & (e < WIDTH)[None, :])
+
+    @triton.jit
+    def _positioned(q, by_row, by_column, out, count, tokens, columns, CHANNELS: tl.constexpr, PIECES: tl.constexpr,
+                    ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+                    T: tl.constexpr):  # fmt: skip
+        """One place of T images' heads, whose row and column are the same."""
+        token, i = tl.program_id(0) % tokens, tl.program_id(0) // tokens * T + tl.arange(0, T)
+        r, s, keep = tl.arange(0, R), tl.arange(0, S), (i < count)[:, None]
+        place = i.to(tl.int64) * tokens + token
+        source, target = (place * CHANNELS)[:, None], (place * (CHANNELS + ROWS + COLUMNS))[:, None]
+        by_row += token // columns * (ROWS * CHANNELS)
+        by_column += token % columns * (COLUMNS * CHANNELS)
+        along, across, values = tl.zeros([T, R], tl.float32), tl.zeros([T, S], tl.float32), ()
+        for n in tl.static_range(PIECES):
+            c = n * C + tl.arange(0, C)
+            value = tl.load(q + source + c[None, :], keep, 0.0)
+            row = tl.load(by_row + r[None, :] * CHANNELS + c[:, None], (r < ROWS)[None, :], 0.0)
+            column = tl.load(by_column + s[None, :] * CHANNELS + c[:, None], (s < COLUMNS)[None, :], 0.0)
+            along, across = tl.dot(value, row, along), tl.dot(value, column, across)
+            values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
+        for n in tl.static_range(PIECES):
+            tl.store(out + target + (n * C + tl.arange(0, C))[None, :], values[n], keep)
+        target += CHANNELS
+        tl.store(out + target + r[None, :], along.to(out.dtype.element_ty), keep & (r < ROWS)[None, :])
+        tl.store(out + target + ROWS + s[None, :], across.to(out.dtype.element_ty), keep & (s < COLUMNS)[None, :])
 
     @triton.jit
     def _pooled_maximum(x, origin, out, height, width, rows, columns, count, stride_b, stride_h, stride_w,
@@ -117,13 +160,26 @@ def pooled(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, eps: float, s
     (b, h, w, channels), d = x.shape, weight.shape[2]
     rows, columns, heads = -(-h // stride), -(-w // stride), channels // d
     out = torch.empty((b, heads, rows * columns, d + width), dtype=x.dtype, device=x.device)
-    parts, (segment, segments) = pieces(d), split(columns)
+    parts, (segment, segments) = pieces(d), split(columns, LONGEST)
     count = b * rows * segments
     launch(_pooled, (-(-count // STRIPS) * heads,), x, weight, gain, shift, weight if tail is None else tail,
            weight if origin is None else origin, out, h, w, rows, columns, segments, count, *x.stride()[:3],
            HEADS=heads, CHANNELS=d, PIECES=parts, WIDTH=width, TAIL=tail is not None, STRIDE=stride,
            CIRCULAR=circular, PLACED=origin is not None, SEGMENT=segment, EPS=eps, C=max(16, power(d // parts)),
            E=max(2, power(width)), T=STRIPS, num_warps=4)  # fmt: skip
+    return out
+
+
+@operator("shift_vits::positioned")
+def positioned(q: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
+    """Queries and, beside each, what it makes of each row and of each column of keys: q (B, heads, H W, d), by_row
+    (H, rows, d), by_column (W, columns, d), all contiguous and of one type -> (B, heads, H W, d + rows + columns)."""
+    (b, heads, tokens, d), rows, columns = q.shape, by_row.shape[1], by_column.shape[1]
+    out = torch.empty((b, heads, tokens, d + rows + columns), dtype=q.dtype, device=q.device)
+    parts = pieces(d)
+    launch(_positioned, (-(-b * heads // HEADS) * tokens,), q, by_row, by_column, out, b * heads, tokens,
+           len(by_column), CHANNELS=d, PIECES=parts, ROWS=rows, COLUMNS=columns, C=d // parts, R=max(16, power(rows)),
+           S=max(16, power(columns)), T=HEADS, num_warps=4)  # fmt: skip
     return out
 
 
