@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import both, interpreted, launches, randomize
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from common import create_model, kernels
@@ -65,7 +67,26 @@ WINDOWS = {"window_attention": 12, "gelu": 12, "best_window": 4, "merging_weight
            "token_choice": 2, "merged_product": 3}  # fmt: skip
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE or kernels.INTERPRETED, reason="needs Triton, as a compiler sees it")
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are chosen and traced as for one. Nothing runs."""
+    if not kernels.AVAILABLE or kernels.INTERPRETED:
+        pytest.skip("needs Triton, as a compiler sees it")
+    gpu = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
+    monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
+    for module in list(sys.modules.values()):
+        if module.__name__.split(".")[0] in ("common", "swin", "swinv2", "cvt", "mvitv2") and hasattr(module, "usable"):
+            monkeypatch.setattr(module, "usable", lambda x: True)
+
+
+@torch.inference_mode()
+def trace(name: str, backend: Callable[..., Any], batch: int) -> None:
+    model = create_model(name).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(model, fullgraph=True, backend=backend)(torch.zeros(batch, 3, *model.img_size))
+
+
+@pytest.mark.usefixtures("pretended_gpu")
 @pytest.mark.parametrize(("name", "expected"), [
     ("swin_tiny", {"image_tokens": 1, "window_attention": 12, "gelu": 12, "add_norm": 12}),
     ("a_swin_tiny", {**IMAGE, **WINDOWS, "sketched": 1, "best_phase": 2, "add_norm": 12}),
@@ -75,15 +96,8 @@ WINDOWS = {"window_attention": 12, "gelu": 12, "best_window": 4, "merging_weight
     ("a_mvitv2_tiny", {**IMAGE, "sketched": 6, "best_phase": 3, "token_scores": 2, "token_choice": 3, "pooled": 30,
                        "positioned": 10, "pooled_maximum": 3, "gelu": 10, "add_norm": 10, "pooled_taps": 5}),
 ])  # fmt: skip
-@torch.inference_mode()
-def test_compilers_see_one_graph(monkeypatch: pytest.MonkeyPatch, name: str, expected: dict[str, int]) -> None:
-    """What decides between kernels breaks no graph, and a batch for a GPU in half precision gets these. Nothing runs:
-    the GPU is a pretended one."""
-    gpu = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
-    monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
-    for module in list(sys.modules.values()):
-        if module.__name__.split(".")[0] in ("common", "swin", "swinv2", "cvt", "mvitv2") and hasattr(module, "usable"):
-            monkeypatch.setattr(module, "usable", lambda x: True)
+def test_compilers_see_one_graph(name: str, expected: dict[str, int]) -> None:
+    """What decides between kernels breaks no graph, and a batch for a GPU in half precision gets these."""
     found: Counter[str] = Counter()
 
     def see(graph: GraphModule, inputs: list[Tensor]) -> Any:
@@ -91,10 +105,26 @@ def test_compilers_see_one_graph(monkeypatch: pytest.MonkeyPatch, name: str, exp
         found.update(target.split(".")[1] for target in called if target.startswith("shift_vits."))
         return lambda *args: (torch.zeros(128, 1000),)
 
-    model = create_model(name).eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.compile(model, fullgraph=True, backend=see)(torch.zeros(128, 3, *model.img_size))
+    trace(name, see, 128)
     assert found == expected
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.parametrize("name", ["a_swin_micro", "a_cvt_micro", "a_mvitv2_micro"])
+def test_compilers_know_what_kernels_write(name: str) -> None:
+    """Lost otherwise: speed, for what a kernel may write to is copied before; and, of slices, what lies between them.
+    A compiler takes a number that a function makes of a pointer for the pointer."""
+    written: list[Any] = []
+
+    def see(graph: GraphModule, inputs: list[Tensor]) -> Any:
+        for node in graph.graph.nodes:
+            if "triton_kernel_wrapper" in str(node.target):
+                written.extend(node.kwargs["kwargs"][name] for name in node.kwargs["tensors_to_clone"])
+        return lambda *args: (torch.zeros(2, 10),)
+
+    trace(name, aot_autograd(fw_compiler=see, inference_compiler=see), 2)
+    assert len(written) > 10
+    assert all("empty" in str(node.target) for node in written)
 
 
 @interpreted
