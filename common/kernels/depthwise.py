@@ -126,7 +126,7 @@ if AVAILABLE:
                 PIECES: tl.constexpr, C: tl.constexpr):  # fmt: skip
         """Tokens in column z of three rows, per piece of their channels: tensors (T, C)."""
         if CIRCULAR:
-            z = around(z, width)
+            z = around(tl.minimum(z, 2 * width - 1), width)  # of places beyond the last output any token will do
         values, place = (), (z * stride_w)[:, None] + c[None, :]
         for n in tl.static_range(3 * PIECES):
             source = tokens[n % 3][:, None] + place + n // 3 * C
@@ -136,6 +136,20 @@ if AVAILABLE:
                 value = tl.load(source, (there[n % 3] & (z >= 0) & (z < width))[:, None] & real[None, :], 0.0)
             values = values + (value.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         return values
+
+    @triton.jit
+    def _next(middle, right, tokens, there, z, c, real, width, stride_w, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr,
+              RAGGED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+        """The first two of the columns from z on, STRIDE after those of which these are the last two."""
+        if STRIDE == 1:
+            left, middle = middle, right
+        else:
+            if STRIDE == 2:
+                left = right
+            else:
+                left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
+            middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
+        return left, middle
 
     @triton.jit
     def _taps(weight, c, real, COUNT: tl.constexpr, CHANNELS: tl.constexpr, RAGGED: tl.constexpr, T: tl.constexpr):
@@ -201,14 +215,8 @@ if AVAILABLE:
                 total = _sum(total, left, middle, right, taps, m * TAPS, 0).to(out.dtype.element_ty)
                 results = results[1:] + (total,)  # type: ignore[assignment]  # noqa: RUF005
             z += STRIDE
-            if STRIDE == 1:
-                left, middle = middle, right
-            else:
-                if STRIDE == 2:
-                    left = right
-                else:
-                    left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
-                middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
+            left, middle = _next(middle, right, tokens, there, z, c, real, width, stride_w, STRIDE, CIRCULAR, RAGGED, 1,
+                                 C)  # fmt: skip
         for n in tl.static_range(SEGMENT * N):
             keep = ((t < count) & (w + n // N < columns))[:, None] & real[None, :]
             tl.store(out + n % N * out_n + place + n // N * CHANNELS, results[n], keep)

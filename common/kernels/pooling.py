@@ -14,7 +14,7 @@ if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .depthwise import _column, _rows, _strip, _sum, _taps
+    from .depthwise import _column, _next, _rows, _strip, _sum, _taps
 
 __all__ = ["fits_pooled", "fits_pooled_maximum", "fits_positioned", "pooled", "pooled_maximum", "positioned"]
 
@@ -88,14 +88,8 @@ if AVAILABLE:
                 value = ((values[n] - mean) * scale * gains[n] + shifts[n]).to(out.dtype.element_ty)
                 results = results[1:] + (value,)  # type: ignore[assignment]  # noqa: RUF005
             z += STRIDE
-            if STRIDE == 1:
-                left, middle = middle, right
-            else:
-                if STRIDE == 2:
-                    left = right
-                else:
-                    left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
-                middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
+            left, middle = _next(middle, right, tokens, there, z, c, real, width, stride_w, STRIDE, CIRCULAR, RAGGED,
+                                 PIECES, C)  # fmt: skip
         beside, e = (), tl.arange(0, E)
         for s in tl.static_range(SEGMENT):
             value = tl.zeros([T, E], tl.float32)
