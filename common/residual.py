@@ -2,11 +2,12 @@
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from . import kernels
 from .shifts import roll
 
-__all__ = ["add_norm", "norm_ahead", "written"]
+__all__ = ["add_norm", "norm_ahead", "normed", "written"]
 
 
 def add_norm(x: Tensor, update: Tensor, norm: nn.LayerNorm, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -24,6 +25,14 @@ def norm_ahead(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
     if not kernels.fits_add_norm(x, None, norm.weight):
         return None
     return kernels.add_norm(x, None, norm.weight, norm.bias, norm.eps, kernels.product_dtype(x), None)[1]
+
+
+def normed(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
+    """The norm of x as products read it, for an anchor and a block; None where only the block itself can take it: for a
+    gradient, or with sharded weights."""
+    if torch.is_grad_enabled() or isinstance(norm.weight, DTensor):
+        return None
+    return written(norm(x).to(kernels.product_dtype(x)))
 
 
 def written(x: Tensor) -> Tensor:

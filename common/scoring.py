@@ -1,7 +1,7 @@
 """How anchors score: the energy of a strided operation's output at each phase of its grid, and what all anchors share.
 
-The convolution that is scored may have other weights than the model's (a sketch of them), and a norm before it, which
-is folded into its weights. Kernels do most of it where they can; the torch form is beside them.
+The convolution that is scored may have other weights than the model's (a sketch of them), and a norm of its patches
+before it, which is folded into its weights. Kernels do most of it where they can; the torch form is beside them.
 """
 
 import math
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from . import kernels
 from .shifts import circular_pad
-from .weights import kept, product
+from .weights import kept, product, whole
 
-__all__ = ["Anchor", "Fold", "Ready", "Score", "Strided", "TokenNorm", "best_offset", "phase_scores", "token_energy",
-           "wide"]  # fmt: skip
+__all__ = ["Anchor", "Fold", "Ready", "Score", "Strided", "best_offset", "phase_scores", "token_energy", "wide"]
 
 Score = Literal["signed", "energy"]
 """How a token counts: ``energy`` is the paper's squared norm; ``signed`` adds a little of one fixed direction, because
@@ -91,25 +90,6 @@ class Fold(NamedTuple):
         return self if self.sums.ndim == 1 else Fold(self.sums.sum(0), self.constant.sum(0), self.eps)
 
 
-class TokenNorm(NamedTuple):
-    """A LayerNorm of each token before the convolution. It folds too: W LN(t) = W' t / std + W ``shift``, where W' is
-    W diag(``gain``) less its mean over channels, which leaves nothing of the mean of t.
-
-    ``moments`` (B, 3, H, W) are those of the tokens, where they are known already.
-    """
-
-    gain: Tensor
-    shift: Tensor
-    eps: float
-    moments: Tensor | None = None
-
-    def into(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """W' (r, C, k, k) and the constant (r,) for a convolution's weight and bias, on the torus."""
-        constant = (weight * self.shift.view(-1, 1, 1)).sum((1, 2, 3))
-        weight = weight * self.gain.view(-1, 1, 1)
-        return weight - weight.mean(1, keepdim=True), constant if bias is None else constant + bias
-
-
 class Anchor(nn.Module):
     """What anchors share: how tokens count, the sketch, the precision of scores."""
 
@@ -171,27 +151,29 @@ class Anchor(nn.Module):
         """Tokens in the precision they are scored in."""
         return x if fast or x.dtype == torch.float64 else x.float()
 
-    def choose(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None,
-               fold: Fold | TokenNorm | None = None, fast: bool = False, ready: Ready = None) -> Tensor:  # fmt: skip
+    def normed(self, x: Tensor, norm: nn.LayerNorm, known: Tensor | None, fast: bool) -> Tensor:
+        """Tokens (B, H, W, C) as ``norm`` makes them and a convolution reads them, unless ``known`` already."""
+        if known is None:
+            x = self.cast(x, fast)
+            known = F.layer_norm(x, norm.normalized_shape, whole(norm.weight).to(x), whole(norm.bias).to(x), norm.eps)
+        return known.to(kernels.product_dtype(known)) if fast else known
+
+    def choose(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None, fold: Fold | None = None,
+               fast: bool = False, ready: Ready = None) -> Tensor:  # fmt: skip
         """(B, 2) offsets of the best phase of a strided convolution: see ``phases``."""
         if fast and kernels.fits_token_kernel(x, weight, conv.stride):
             return self._by_kernel(x, weight, conv, bias, fold, ready, choose=True)
         return best_offset(self.phases(x, weight, conv, bias, fold, fast))
 
-    def phases(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None,
-               fold: Fold | TokenNorm | None = None, fast: bool = False, ready: Ready = None) -> Tensor:  # fmt: skip
+    def phases(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None, fold: Fold | None = None,
+               fast: bool = False, ready: Ready = None) -> Tensor:  # fmt: skip
         """(B, s_h, s_w) score of each phase of a strided convolution of x (B, C, H, W), with ``weight`` (r, C, k, k) in
-        place of its own and, with ``fold``, of normalised patches or tokens. Where kernels score and ``ready`` makes
-        what they take, weight and bias say only when to make it again: a compiler leaves them out."""
+        place of its own and, with ``fold``, of normalised patches. Where kernels score and ``ready`` makes what they
+        take, weight and bias say only when to make it again: a compiler leaves them out."""
         if fast and kernels.fits_token_kernel(x, weight, conv.stride):
             energy, toward = self._by_kernel(x, weight, conv, bias, fold, ready).double().sum(1).unbind(1)
             rms = (energy.sum((1, 2), keepdim=True) / math.prod(x.shape[2:])).sqrt()
             return energy if self.score == "energy" else energy + 0.01 * rms * toward
-        if isinstance(fold, TokenNorm):
-            gain, shift = fold.gain.to(x), fold.shift.to(x)
-            x = F.layer_norm(x.permute(0, 2, 3, 1), gain.shape, gain, shift, fold.eps).permute(0, 3, 1, 2)
-            x, fold = x.to(kernels.product_dtype(x)), None
-            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         t = at_every_position(x, weight, conv, None if bias is None else bias.to(weight.dtype))
         t = t if t.dtype == torch.float64 else t.float()
         if fold is not None:
@@ -203,42 +185,37 @@ class Anchor(nn.Module):
             t = (t - mean * fold.sums.view(1, -1, 1, 1)) * inverse_std + fold.constant.view(1, -1, 1, 1)
         return phase_scores(token_energy(t, self.score, 1), conv.stride)
 
-    def _by_kernel(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, fold: Fold | TokenNorm | None,
-                   ready: Ready, choose: bool = False) -> Tensor:  # fmt: skip
+    def _by_kernel(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, fold: Fold | None, ready: Ready,
+                   choose: bool = False) -> Tensor:  # fmt: skip
         """Energy and direction per phase: partial sums (B, parts, 2, s, s), by one kernel or by a product and one. Or
         the best phase (B, 2)."""
         tokens, channels, stride, signed = x.permute(0, 2, 3, 1), x.shape[1], conv.stride[0], self.score == "signed"
-        scale, colsum, total, square, eps = None, None, None, None, 0.0
+        colsum, total, square, eps = None, None, None, 0.0
         more = [] if bias is None else [bias]
         more += [] if fold is None else fold[:2]  # its two tensors
         once = kernels.fits_token_scores(tokens, len(weight), conv.kernel[0], conv.padding[0])
-        if isinstance(fold, Fold) and (ready is None or not once):
+        if fold is not None and (ready is None or not once):
             fold = fold.whole()
         taps, constant = kept(
             lambda: ready(once) if ready is not None else self._taps(weight, bias, fold, x.dtype, once),
             (x.dtype, once, ready is not None), weight, *more)  # fmt: skip
         if fold is not None:
-            known = fold.moments if isinstance(fold, TokenNorm) else None
-            total, square, _ = self.moments(tokens) if known is None else known.unbind(1)
-            colsum, eps = None if isinstance(fold, TokenNorm) else fold.sums.float(), fold.eps
+            total, square, _ = self.moments(tokens)
+            colsum, eps = fold.sums.float(), fold.eps
         if once:
             given = tokens, taps, constant, self.wave, colsum, total, square, conv.kernel[0], stride, eps
             return kernels.best_of_tokens(*given, signed) if choose else kernels.token_scores(*given)
-        if total is not None and square is not None and colsum is None:
-            scale = (square / channels - (total / channels).square()).clamp_min(0).add(eps).rsqrt()
         y = F.linear(tokens, taps)  # every token by every tap, B, H, W, k k r
-        parts = kernels.token_energies(y, constant, self.wave, scale, colsum, total, square, channels, conv.kernel[0],
+        constant = constant if constant.ndim == 1 else constant.sum(0)
+        parts = kernels.token_energies(y, constant, self.wave, colsum, total, square, channels, conv.kernel[0],
                                        conv.padding[0], stride, eps)  # fmt: skip
         return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), signed) if choose else parts
 
-    def _taps(self, weight: Tensor, bias: Tensor | None, fold: Fold | TokenNorm | None, dtype: torch.dtype,
+    def _taps(self, weight: Tensor, bias: Tensor | None, fold: Fold | None, dtype: torch.dtype,
               once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Weights as (taps, C), a tap being a row, a column and an output, or as ``token_scores`` reads them, and what
         is added to the sum of all."""
-        if isinstance(fold, TokenNorm):
-            weight, bias = fold.into(weight, bias)
-        elif fold is not None:
-            bias = fold.constant
+        bias = bias if fold is None else fold.constant
         constant = torch.zeros(len(weight), device=weight.device) if bias is None else bias.float().contiguous()
         if once:
             return kernels.in_one_pass(weight.to(dtype)), constant

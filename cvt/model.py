@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common.activation import GELU
-from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided, TokenNorm
+from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
 from common.kernels import (
@@ -34,7 +34,7 @@ from common.kernels import (
     usable,
 )
 from common.registry import defaults, register_model
-from common.residual import add_norm, norm_ahead, written
+from common.residual import add_norm, norm_ahead, normed, written
 from common.shifts import roll
 from common.weights import kept, normed_taps, taps, whole
 
@@ -72,22 +72,21 @@ class KeyValueAnchor(Anchor):
 
     @torch.no_grad()
     def offset(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d, fast: bool = False,
-               moments: Tensor | None = None) -> Tensor:  # fmt: skip
-        """``moments`` (B, 3, H, W) are those of x, where they are known already."""
+               normed: Tensor | None = None) -> Tensor:  # fmt: skip
+        """``normed`` is ``norm`` of x, where it is known already."""
         with self.precision(x, fast):
-            x = self.cast(x, fast).permute(0, 3, 1, 2)
-            fold = TokenNorm(whole(norm.weight), whole(norm.bias), norm.eps, moments)
-            kernel = kept(lambda: self.depthwise_rows(whole(key.weight), whole(value.weight)), self.sketch,
-                          key.weight, value.weight)  # fmt: skip
-            ready = self._ready(key.weight, value.weight, fold, x.dtype)
-            return self.choose(x, kernel, Strided.of(key), fold=fold, fast=fast, ready=ready)
+            x = self.normed(x, norm, normed, fast).permute(0, 3, 1, 2)
+            kernel = kept(lambda: self.depthwise_rows(whole(key.weight), whole(value.weight)).to(x.dtype),
+                          (self.sketch, x.dtype), key.weight, value.weight)  # fmt: skip
+            ready = self._ready(key.weight, value.weight, x.dtype)
+            return self.choose(x, kernel, Strided.of(key), fast=fast, ready=ready)
 
-    def _ready(self, key: Tensor, value: Tensor, norm: TokenNorm, dtype: torch.dtype) -> Ready:
+    def _ready(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> Ready:
         """What is scored, by a kernel if it fits."""
         mixing = self.directions[:, : 2 * len(key)] if self.sketch else None
         if mixing is None or key.shape[2:] != (3, 3) or not fits_sketch(mixing, key, value):
             return None
-        return lambda once: depthwise_taps(mixing, key, value, norm.gain, norm.shift, dtype, once)
+        return lambda once: depthwise_taps(mixing, key, value, dtype, once)
 
 
 class ConvEmbed(nn.Module):
@@ -102,11 +101,9 @@ class ConvEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=stride, padding=padding, padding_mode=padding_mode)
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None, wave: Tensor | None = None) -> Any:
-        """``offset`` (B, 2) in [0, side) is where each image, or grid of tokens, begins, if not at (0, 0). With
-        ``wave`` a pair: tokens and their moments, or None where these cost much, see ``embed``."""
-        tokens, moments = embed(self.proj, x, offset, self.norm, wave)
-        return tokens if wave is None else (tokens, moments)
+    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
+        """``offset`` (B, 2) in [0, side) is where each image, or grid of tokens, begins, if not at (0, 0)."""
+        return embed(self.proj, x, offset, self.norm)[0]
 
 
 class ConvProjection(nn.Module):
@@ -208,9 +205,10 @@ class CvTStage(nn.Module):
             Block(dim=dim, drop_path=drop_path[i], padding_mode=padding_mode, **block) for i in range(depth)
         )
 
-    def offset(self, anchor: KeyValueAnchor, x: Tensor, fast: bool, moments: Tensor | None = None) -> Tensor:
+    def offset(self, anchor: KeyValueAnchor, x: Tensor, fast: bool, normed: Tensor | None = None) -> Tensor:
+        """``normed`` is the first block's norm of x, where it is known already."""
         block: Any = self.blocks[0]
-        return anchor.offset(x, block.norm1, block.attn.k.conv, block.attn.v.conv, fast, moments)
+        return anchor.offset(x, block.norm1, block.attn.k.conv, block.attn.v.conv, fast, normed)
 
 
 class ClassTokenHead(nn.Module):
@@ -308,7 +306,6 @@ class CvT(Classifier):
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         x, offset = self.enter(x, self.token_anchor, self.stages[0].embed.proj)  # type: ignore[union-attr, arg-type]
         begin = offset if self.adaptive else None
-        wave = self.projection_anchor.wave if self.projection_anchor is not None and self.canonical else None
         stages: Stages = []
         stride, tokens = 1, x
         for i in range(last + 1):
@@ -316,23 +313,25 @@ class CvT(Classifier):
             if i > 0 and self.token_anchor is not None:
                 begin = self.token_anchor.offset(x, stage.embed.proj, fast=self.canonical)
                 offset = offset + stride * begin
-            x, moments = (stage.embed(x, begin), None) if wave is None else stage.embed(x, begin, wave)  # B, H, W, C
-            begin = wave = None
+            x, begin, origin = stage.embed(x, begin), None, None  # B, H, W, C
             stride = self.feature_info[i]["reduction"]
-            origin = None
-            if self.projection_anchor is not None:
-                x = written(x)
-                origin = stage.offset(self.projection_anchor, x, self.canonical, moments)
-                if not usable(x):  # else where keys and values begin is one more number to their kernel
-                    x, offset, origin = roll(x, origin, (1, 2), within=True), offset + stride * origin, None
+            if self.projection_anchor is not None and not usable(x):
+                o = stage.offset(self.projection_anchor, x, self.canonical)
+                x, offset = roll(x, o, (1, 2), within=True), offset + stride * o
             b, h, w, c = x.shape
             tokens = x.flatten(1, 2)
             if stage.cls_token is not None:  # in inference of its tokens' type: autocast would make all float32
                 dtype = stage.cls_token.dtype if torch.is_grad_enabled() else tokens.dtype
-                tokens = written(torch.cat([stage.cls_token.to(dtype).expand(b, -1, -1), tokens], 1))
-            normed = norm_ahead(tokens, stage.blocks[0].norm1)  # type: ignore[arg-type]
+                tokens = torch.cat([stage.cls_token.to(dtype).expand(b, -1, -1), tokens], 1)
+            tokens = written(tokens)
+            norm: Any = stage.blocks[0].norm1
+            ahead = norm_ahead(tokens, norm)
+            if self.projection_anchor is not None and usable(x):
+                ahead = normed(tokens, norm) if ahead is None and self.canonical else ahead
+                known = None if ahead is None else ahead[:, -h * w :].unflatten(1, (h, w))
+                origin = stage.offset(self.projection_anchor, x, self.canonical, known)
             for block in stage.blocks:
-                tokens, normed = self.run(block, tokens, (h, w), origin, normed), None
+                tokens, ahead = self.run(block, tokens, (h, w), origin, ahead), None
             tokens = tokens if self.token_anchor is None else written(tokens)
             x = (tokens if stage.cls_token is None else tokens[:, -h * w :]).reshape(b, h, w, c)
             stages.append((x, offset))

@@ -30,7 +30,7 @@ from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 
 from common.activation import GELU
-from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided, TokenNorm, best_offset
+from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided, best_offset
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
 from common.kernels import (
@@ -47,7 +47,7 @@ from common.kernels import (
 )
 from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
-from common.residual import add_norm, written
+from common.residual import add_norm, normed, written
 from common.shifts import roll
 from common.weights import kept, product, taps, whole
 
@@ -97,11 +97,9 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.proj = nn.Conv2d(in_chans, dim, kernel, stride, kernel // 2, padding_mode=padding_mode)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None,
-                wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0). With ``wave`` also the tokens'
-        moments, where they cost little: see ``embed``."""
-        return embed(self.proj, x, offset, wave=wave)
+    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
+        """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0)."""
+        return embed(self.proj, x, offset)[0]
 
 
 class PoolingAttention(nn.Module):
@@ -207,9 +205,10 @@ class MViTv2Block(nn.Module):
         self.mlp = Mlp(out_dim, int(out_dim * mlp_ratio), act_layer=GELU)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, origin: Tensor | None = None) -> Tensor:
-        """``origin`` (B, 2) in [0, side) is where tokens begin, if not at (0, 0): those that come out do there."""
-        normed = self.norm1(x)
+    def forward(self, x: Tensor, origin: Tensor | None = None, normed: Tensor | None = None) -> Tensor:
+        """``origin`` (B, 2) in [0, side) is where tokens begin, if not at (0, 0): those that come out do there.
+        ``normed`` is ``norm1`` of x, where it is known already."""
+        normed = self.norm1(x) if normed is None else normed
         skip = x if self.shortcut_proj_attn is None else self.shortcut_proj_attn(normed)
         update = self.drop_path(self.attn(normed, origin))
         if self.stride > 1:
@@ -254,44 +253,45 @@ class PoolAnchor(Anchor):
     """
 
     @torch.no_grad()
-    def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False, moments: Tensor | None = None) -> Tensor:
-        """``moments`` (B, 3, H, W) are those of x, where they are known already."""
+    def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False, normed: Tensor | None = None) -> Tensor:
+        """``normed`` is ``norm1`` of x, where it is known already."""
         attn = block.attn
         pools = (attn.pool_q, attn.pool_k, attn.pool_v)
         strides = sorted({Strided.of(pool).stride for pool in pools} - {(1, 1)})  # stride 1 has one phase: no choice
         with self.precision(x, fast):
-            x = self.cast(x, fast).permute(0, 3, 1, 2)
-            norm = TokenNorm(whole(block.norm1.weight), whole(block.norm1.bias), block.norm1.eps, moments)
+            x = self.normed(x, block.norm1, normed, fast).permute(0, 3, 1, 2)
             scores = []
             for stride in strides:
                 weights = attn.qkv.weight, attn.qkv.bias, *(pool.weight for pool in pools)
-                kernel, bias = kept(lambda: self._of_weights(attn, stride), (self.sketch, stride), *weights)  # noqa: B023
-                ready = self._ready(attn, stride, norm, x.dtype)
-                how = kernel, Strided.of(pools[1])._replace(stride=stride), bias, norm, fast, ready
+                name = self.sketch, stride, x.dtype
+                kernel, bias = kept(lambda: self._of_weights(attn, stride, x.dtype), name, *weights)  # noqa: B023
+                ready = self._ready(attn, stride, x.dtype)
+                how = kernel, Strided.of(pools[1])._replace(stride=stride), bias, None, fast, ready
                 if strides == [(block.modulus, block.modulus)]:
                     return self.choose(x, *how)
                 scores.append(self.phases(x, *how).tile([block.modulus // s for s in stride]))
             return best_offset(torch.stack(scores).sum(0))
 
-    def _of_weights(self, attn: PoolingAttention, stride: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _of_weights(self, attn: PoolingAttention, stride: tuple[int, int],
+                    dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Kernel (r, C, 3, 3) and bias (r,) of what is scored: projection and pooling at one stride."""
         span, pools = self._pooled(attn, stride)
         taps = torch.cat([whole(pool)[:, 0].repeat(attn.num_heads, 1, 1) for pool in pools])
         weight, bias = whole(attn.qkv.weight)[span], taps.sum((1, 2)) * whole(attn.qkv.bias)[span]
         mixing = self.mixing(len(taps), taps)
         if mixing is None:
-            return taps[:, None] * weight[..., None, None], bias  # D, C, 3, 3
+            return (taps[:, None] * weight[..., None, None]).to(dtype), bias  # D, C, 3, 3
         mixed = mixing[..., None, None] * taps  # r, D, 3, 3
         kernel = product(mixed.permute(0, 2, 3, 1).flatten(0, 2), weight)  # (r, 3, 3), C
-        return kernel.view(-1, 3, 3, kernel.shape[1]).permute(0, 3, 1, 2), (mixing * bias).sum(1)
+        return kernel.view(-1, 3, 3, kernel.shape[1]).permute(0, 3, 1, 2).to(dtype), (mixing * bias).sum(1)
 
-    def _ready(self, attn: PoolingAttention, stride: tuple[int, int], norm: TokenNorm, dtype: torch.dtype) -> Ready:
-        """What is scored, and the norm before it, by kernels if they fit."""
+    def _ready(self, attn: PoolingAttention, stride: tuple[int, int], dtype: torch.dtype) -> Ready:
+        """What is scored, by a kernel if it fits."""
         (span, pools), weight, bias = self._pooled(attn, stride), attn.qkv.weight, attn.qkv.bias
         mixing = self.mixing(span.stop - span.start, self.wave)
         if mixing is None or not fits_sketch(mixing, weight, bias, *pools):
             return None
-        return lambda once: pooled_taps(mixing, weight[span], bias[span], pools, norm.gain, norm.shift, dtype, once)
+        return lambda once: pooled_taps(mixing, weight[span], bias[span], pools, dtype, once)
 
     def _pooled(self, attn: PoolingAttention, stride: tuple[int, int]) -> tuple[slice, list[Tensor]]:
         """Which of the projection's outputs are pooled at one stride, and with what weights."""
@@ -384,21 +384,21 @@ class MViTv2(Classifier):
 
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         x, offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
-        wave = self.pool_anchor.wave if self.pool_anchor is not None and self.canonical else None
-        x, moments = self.patch_embed(x, offset if self.adaptive else None, wave)
+        x = self.patch_embed(x, offset if self.adaptive else None)
         stride = self.patch_embed.proj.stride[0]
         stages: Stages = []
         stage: Any
         for stage in self.stages[: last + 1]:
             for block in stage.blocks:
-                origin = None
+                origin = ahead = None
                 if self.pool_anchor is not None and block.modulus > 1:
-                    x = written(x)
-                    origin = self.pool_anchor.offset(x, block, self.canonical, moments)
+                    x, placed = written(x), usable(x) and not torch.is_grad_enabled()
+                    ahead = normed(x, block.norm1) if placed and self.canonical else None
+                    origin = self.pool_anchor.offset(x, block, self.canonical, ahead)
                     offset = offset + stride * origin
-                    if not usable(x) or torch.is_grad_enabled():  # else where it begins is one more number to kernels
+                    if not placed:  # else where it begins is one more number to kernels
                         x, origin = roll(x, origin, (1, 2), within=True), None
-                x, moments = self.run(block, x, origin), None
+                x = self.run(block, x, origin, ahead)
                 stride *= block.stride
             stages.append((x, offset))
         return stages, x

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from common import create_model, kernels
-from common.anchors import ConvAnchor, Fold, MergeAnchor, Strided, TokenNorm, WindowAnchor, best_offset
+from common.anchors import ConvAnchor, Fold, MergeAnchor, Strided, WindowAnchor, best_offset
 from common.embedding import embed
 from common.shifts import roll
 from common.weights import product
@@ -343,11 +343,11 @@ def test_offsets_of_windows(monkeypatch: pytest.MonkeyPatch, size: tuple[int, in
 @pytest.mark.parametrize(("kernel", "stride", "size", "channels", "norm"), [
     (2, 2, (8, 10), 32, "patch"),
     (2, 2, (8, 56), 64, None),
-    (3, 2, (12, 14), 96, "token"),
+    (3, 2, (12, 14), 96, None),
     (3, 2, (6, 4), 128, None),
-    (3, 4, (8, 28), 96, "token"),
+    (3, 4, (8, 28), 96, None),
     (3, 4, (8, 4), 256, None),
-    (3, 2, (4, 6), 384, "token"),
+    (3, 2, (4, 6), 384, None),
     (2, 2, (6, 4), 384, "patch"),
 ])  # fmt: skip
 def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stride: int, size: tuple[int, int],
@@ -358,13 +358,10 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
     monkeypatch.setattr(kernels.tokens, "READINGS", readings)
     anchor = ConvAnchor(score="energy" if norm is None else "signed", sketch=4)
     conv = Strided((kernel, kernel), (stride, stride), (kernel - 2, kernel - 2))
-    x = torch.randn(2, *size, channels).add(torch.randn(2, *size, 1)).permute(0, 3, 1, 2)
+    x = torch.randn(2, 1 + size[0] * size[1], channels)[:, 1:].unflatten(1, size)  # behind another token
+    x = x.add(torch.randn(2, *size, 1)).permute(0, 3, 1, 2) if norm == "patch" else x.permute(0, 3, 1, 2)
     weight, bias = torch.randn(4, channels, kernel, kernel), torch.randn(4)
-    fold: Fold | TokenNorm | None = None
-    if norm == "token":
-        fold = TokenNorm(torch.randn(channels), torch.randn(channels), 1e-6)
-    elif norm == "patch":
-        fold = Fold(weight.sum((1, 2, 3)), bias, 1e-5)
+    fold = Fold(weight.sum((1, 2, 3)), bias, 1e-5) if norm == "patch" else None
     launched = launches(monkeypatch, "tokens", "scores")
     added = None if norm == "patch" else bias
 
@@ -403,13 +400,13 @@ def test_images_are_scored_apart() -> None:
 @interpreted
 @pytest.mark.parametrize("known", [True, False])
 def test_phase_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
-    """CvT's anchor folds the norm of the tokens into its score."""
+    """CvT's anchor scores normalised tokens, its own or those of a block."""
     anchor, norm = KeyValueAnchor(sketch=4), nn.LayerNorm(32)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     key, value = (nn.Conv2d(32, 32, 3, 2, 1, groups=32, bias=False) for _ in range(2))
     x = torch.randn(6, 8, 14, 32) * (0.5 + torch.rand(6, 8, 14, 1)) + torch.randn(6, 8, 14, 1)
-    moments = torch.stack(anchor.moments(x), 1) if known else None
-    fast, plain = both(monkeypatch, lambda: anchor.offset(x, norm, key, value, True, moments))
+    normed = norm(x) if known else None
+    fast, plain = both(monkeypatch, lambda: anchor.offset(x, norm, key, value, True, normed))
     assert torch.equal(fast, plain)
     assert len({tuple(offset) for offset in plain.tolist()}) > 1

@@ -1,4 +1,4 @@
-"""MViTv2's anchors with kernels and without: the norm folded into the score, and tokens read from where they begin."""
+"""MViTv2's anchors with kernels and without: tokens are read from where they begin."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ from conftest import interpreted, launches, randomize
 from torch import Tensor
 
 from common import kernels
-from common.anchors import Strided, TokenNorm
 from common.registry import create_model
 from common.shifts import roll
 from mvitv2.model import MViTv2Block, PoolAnchor
@@ -17,29 +16,6 @@ from mvitv2.model import MViTv2Block, PoolAnchor
 def tokens(size: tuple[int, int], channels: int) -> Tensor:
     """Each with a mean far from zero and a spread of its own."""
     return torch.randn(3, *size, channels) * (0.5 + torch.rand(3, *size, 1)) + 4 * torch.randn(3, *size, 1)
-
-
-@interpreted
-@pytest.mark.parametrize(("score", "stride", "biased", "c"), [
-    ("signed", 2, True, 40),
-    ("signed", 4, False, 40),
-    ("energy", 4, True, 40),
-    ("signed", 2, False, 32),
-    ("energy", 4, True, 64),
-])  # fmt: skip
-def test_phases_of_normalised_tokens(monkeypatch: pytest.MonkeyPatch, score: Any, stride: int, biased: bool,
-                                     c: int) -> None:  # fmt: skip
-    """The folded norm gives the scores of tokens that are normalised first."""
-    anchor, x = PoolAnchor(score=score, sketch=4), tokens((8, 12), c)
-    weight, bias = torch.randn(4, c, 3, 3), torch.randn(4) if biased else None
-    norm, conv = TokenNorm(torch.randn(c), torch.randn(c), 1e-6), Strided((3, 3), (stride, stride), (1, 1))
-    known = norm._replace(moments=torch.stack(anchor.moments(x), 1))
-    folded, given = (anchor.phases(x.permute(0, 3, 1, 2), weight, conv, bias, n, fast=True) for n in (norm, known))
-    monkeypatch.setattr(kernels.base, "ENABLED", False)
-    plain = anchor.phases(x.permute(0, 3, 1, 2), weight, conv, bias, norm, fast=True)
-    assert torch.allclose(folded, plain, rtol=1e-4)
-    assert torch.allclose(given, plain, rtol=1e-4)
-    assert not torch.allclose(plain[:, 0, 0], plain[:, 1, 1], rtol=1e-3)
 
 
 @interpreted
@@ -54,6 +30,7 @@ def test_choices(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride_kv: int,
     x = tokens((8, 16), 32)
     with torch.no_grad():
         offset = anchor.offset(x, block, fast=True)
+        assert torch.equal(offset, anchor.offset(x, block, fast=True, normed=block.norm1(x)))
         out = block(x, offset)
         monkeypatch.setattr(kernels.base, "ENABLED", False)
         assert torch.equal(offset, anchor.offset(x, block, fast=True))

@@ -8,7 +8,7 @@ from conftest import both, interpreted, launches, randomize
 from torch import Tensor, nn
 
 from common import kernels
-from common.anchors import ConvAnchor, MergeAnchor, TokenNorm
+from common.anchors import ConvAnchor, MergeAnchor
 from cvt.model import KeyValueAnchor
 from mvitv2.model import PoolAnchor, PoolingAttention
 
@@ -71,13 +71,12 @@ def test_taps_of_a_convolution(monkeypatch: pytest.MonkeyPatch, kernel: int, cha
 @pytest.mark.parametrize("channels", [32, 20])
 @torch.no_grad()
 def test_taps_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, channels: int, once: bool, sketch: int) -> None:
-    """With the norm before them."""
-    anchor, norm = KeyValueAnchor(sketch=sketch), TokenNorm(torch.randn(channels), torch.randn(channels), 1e-6)
+    anchor = KeyValueAnchor(sketch=sketch)
     key, value = torch.randn(2, channels, 1, 3, 3).unbind()
     weight = anchor.depthwise_rows(key, value)
-    assert_same_taps(monkeypatch, anchor._ready(key, value, norm, torch.float32),
-                     lambda once: anchor._taps(weight, None, norm, torch.float32, once), once,
-                     ["_normed_taps"])  # fmt: skip
+    assert_same_taps(monkeypatch, anchor._ready(key, value, torch.float32),
+                     lambda once: anchor._taps(weight, None, None, torch.float32, once), once,
+                     ["_depthwise_taps"])  # fmt: skip
 
 
 @interpreted
@@ -86,14 +85,19 @@ def test_taps_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, channels: int,
 @torch.no_grad()
 def test_taps_of_poolings(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride_kv: int, stride: int, once: bool,
                           sketch: int) -> None:  # fmt: skip
-    """Of queries, keys and values, of keys and values, and of queries alone: with projection, heads and norm."""
+    """Of queries, keys and values, of keys and values, and of queries alone: with projection and heads. What is added
+    is left in nine parts."""
     attn = randomize(PoolingAttention(dim=20, out_dim=24, size=(8, 8), num_heads=2, stride_q=stride_q, circular=True,
                                       stride_kv=stride_kv, padding_mode="circular"))  # fmt: skip
-    anchor, norm = PoolAnchor(sketch=sketch), TokenNorm(torch.randn(20), torch.randn(20), 1e-6)
-    weight, bias = anchor._of_weights(attn, (stride, stride))
-    assert_same_taps(monkeypatch, anchor._ready(attn, (stride, stride), norm, torch.float32),
-                     lambda once: anchor._taps(weight, bias, norm, torch.float32, once), once,
-                     ["_sketched", "_normed_taps"])  # fmt: skip
+    anchor = PoolAnchor(sketch=sketch)
+    weight, bias = anchor._of_weights(attn, (stride, stride), torch.float32)
+
+    def ready(once: bool) -> tuple[Tensor, ...]:
+        taps, parts = anchor._ready(attn, (stride, stride), torch.float32)(once)  # type: ignore[misc]
+        return taps, parts.sum(0)
+
+    assert_same_taps(monkeypatch, ready, lambda once: anchor._taps(weight, bias, None, torch.float32, once), once,
+                     ["_sketched"])  # fmt: skip
 
 
 @interpreted

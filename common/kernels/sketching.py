@@ -1,12 +1,10 @@
 """What anchors make of weights: a few fixed combinations of their rows, as the kernels that score read them.
 
-In a compiled graph weights are inputs like others, and all this is done in every forward: one launch, or two where a
-sum over all channels must be known first.
+In a compiled graph weights are inputs like others, and all this is done in every forward: one launch each.
 
 - ``sketched``: of any weights and the bias that goes with them.
 - ``convolution_taps``: of those of a convolution.
-- ``depthwise_taps``, ``pooled_taps``: of depthwise convolutions of normalised tokens, without and with a projection
-  before them.
+- ``depthwise_taps``, ``pooled_taps``: of depthwise convolutions, without and with a projection before them.
 - ``merging_weights``: of those of a patch merging, with the norm before it; and what ``merged_product`` takes of these.
 
 Taps are (2 C, n) with ``once``, for ``token_scores``: see ``in_one_pass``. Else they are (n, C), a tap being a row, a
@@ -26,7 +24,7 @@ if AVAILABLE:
 __all__ = ["convolution_taps", "depthwise_taps", "fits_sketch", "merging_weights", "pooled_taps", "sketched"]
 
 COLUMNS, POOLED = 8, 16  # of weights that one program mixes: 32 bytes of each row, or 64
-CHANNELS = 64  # that a warp normalises
+CHANNELS = 64  # of one tap that a program mixes
 
 
 def fits_sketch(mixing: Tensor | None, *weights: Tensor) -> bool:
@@ -93,13 +91,16 @@ if AVAILABLE:
     def _sketch(out, constant, m, w, r, tap, j, WIDTH: tl.constexpr, COUNT: tl.constexpr, LAST: tl.constexpr,
                 TAPS: tl.constexpr, SIDE: tl.constexpr, ONCE: tl.constexpr):  # fmt: skip
         mixed, keep = tl.sum(m[:, None] * w, 0), j < tl.where(r < COUNT, WIDTH, 0)
-        if SIDE:
+        if TAPS > 1:
+            at = tap + 0 * j
+            _store(out, mixed, r, at // SIDE, at % SIDE, j, keep, WIDTH, COUNT, SIDE, ONCE)
+        elif SIDE:
             c, at = j // (SIDE * SIDE), j % (SIDE * SIDE)
             _store(out, mixed, r, at // SIDE, at % SIDE, c, keep, WIDTH // (SIDE * SIDE), COUNT, SIDE, ONCE)
         else:
-            tl.store(out + (r * TAPS + tap) * WIDTH + j, mixed, keep)
+            tl.store(out + r * WIDTH + j, mixed, keep)
         if LAST:
-            tl.store(constant + (r * TAPS + tap + j - WIDTH), mixed, j == tl.where(r < COUNT, WIDTH, -1))
+            tl.store(constant + (tap * COUNT + r + j - WIDTH), mixed, j == tl.where(r < COUNT, WIDTH, -1))
 
     @triton.jit
     def _sketched(mixing, weight, bias, p0, p1, p2, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
@@ -131,51 +132,18 @@ if AVAILABLE:
         _sketch(out, constant, m3, w, r + 3, tap, j, WIDTH, COUNT, LAST, TAPS, SIDE, ONCE)
 
     @triton.jit
-    def _normed_taps(mixing, first, second, bias, gain, shift, taps, constant, ms, MIXED: tl.constexpr,
-                     CHANNELS: tl.constexpr, COUNT: tl.constexpr, ONCE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-        """Four outputs of a 3 x 3 kernel at one of 4 x 4 places, times gain, less its mean; the last COUNT programs add
-        up what shift adds to an output. The kernel is (r, 3, 3, C), its bias (r, 3, 3); or it is MIXED of two depthwise
-        ones (C, 3, 3), without a bias."""
-        GROUPS: tl.constexpr = (COUNT + 3) // 4
-        program, c = tl.program_id(0), tl.arange(0, C)
-        real = c < CHANNELS
-        if program < 16 * GROUPS:
-            r, row, column = program // 16 * 4 + tl.arange(0, 4), program % 16 // 4, program % 4
-            tap, inside = row * 3 + column, (row < 3) & (column < 3)
-            scale = tl.load(gain + c, real, 0.0).to(tl.float32)
-            keep = real[:, None] & (r < tl.where(inside, COUNT, 0))[None, :]
-            if MIXED:
-                m, at = mixing + (r * ms)[None, :] + c[:, None], (c * 9 + tap)[:, None] + (r * 0)[None, :]
-                a = tl.load(first + at, keep, 0.0).to(tl.float32) * tl.load(m, keep, 0.0).to(tl.float32)
-                a += tl.load(second + at, keep, 0.0).to(tl.float32) * tl.load(m + CHANNELS, keep, 0.0).to(tl.float32)
-            else:
-                a = tl.load(first + ((r * 9 + tap) * CHANNELS)[None, :] + c[:, None], keep, 0.0)
-            a *= scale[:, None]
-            a = tl.where(keep, a - (tl.sum(a, 0) / CHANNELS)[None, :], 0.0)
-            a, n, i, keep = a.to(taps.dtype.element_ty), r[None, :], c[:, None], real[:, None] & (r < COUNT)[None, :]
-            if ONCE:  # zeros are stored, too
-                position = tl.where(inside, column + 1, tl.where(row < 3, 0, column))
-                tl.store(taps + _of_pair(0, n, row, position, i, CHANNELS, 3), a, keep)
-                tl.store(taps + _of_pair(1, n, row, column, i, CHANNELS, 3), a, keep)
-            else:
-                used = inside | ((COUNT == 4) & (row == 3) & (column == 0))
-                keep = real[:, None] & (r < tl.where(used, COUNT, 0))[None, :]
-                tl.store(taps + _place(n, row, column, i, CHANNELS, COUNT, 3), a, keep)
-        else:
-            o, t, add = program - 16 * GROUPS, tl.arange(0, 16), tl.load(shift + c, real, 0.0).to(tl.float32)
-            total, other = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-            if MIXED:
-                m0 = tl.load(mixing + o * ms + c, real, 0.0).to(tl.float32)
-                m1 = tl.load(mixing + o * ms + CHANNELS + c, real, 0.0).to(tl.float32)
-                for i in tl.static_range(9):
-                    total += tl.load(first + c * 9 + i, real, 0.0).to(tl.float32)
-                    other += tl.load(second + c * 9 + i, real, 0.0).to(tl.float32)
-                tl.store(constant + o, tl.sum((total * m0 + other * m1) * add, 0))
-            else:
-                last = tl.load(bias + o * 9 + t, t < 9, 0.0)
-                for i in tl.static_range(9):
-                    total += tl.load(first + (o * 9 + i) * CHANNELS + c, real, 0.0)
-                tl.store(constant + o, tl.sum(total * add, 0) + tl.sum(last, 0))
+    def _depthwise_taps(mixing, first, second, taps, constant, ms, CHANNELS: tl.constexpr, COUNT: tl.constexpr,
+                        ONCE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+        """One output's tap of two depthwise kernels (C, 3, 3), which has no bias: its constant is zero."""
+        r, tap = tl.program_id(0) // 9, tl.program_id(0) % 9
+        c = tl.program_id(1) * C + tl.arange(0, C)
+        keep, mixing = c < CHANNELS, mixing + r * ms + c
+        a, b = tl.load(first + c * 9 + tap, keep, 0.0), tl.load(second + c * 9 + tap, keep, 0.0)
+        mixed = tl.load(mixing, keep, 0.0).to(tl.float32) * a.to(tl.float32)
+        mixed += tl.load(mixing + CHANNELS, keep, 0.0).to(tl.float32) * b.to(tl.float32)
+        at = tap + 0 * c
+        _store(taps, mixed, r, at // 3, at % 3, c, keep, CHANNELS, COUNT, 3, ONCE)
+        tl.store(constant + r + c, tl.zeros_like(mixed), c + tap == 0)
 
     @triton.jit
     def _tap(taps, parts, m, w, scale, shift, r, j, block, WIDTH: tl.constexpr, COUNT: tl.constexpr,
@@ -264,40 +232,30 @@ def convolution_taps(mixing: Tensor, weight: Tensor, bias: Tensor | None, dtype:
 
 
 @operator("shift_vits::depthwise_taps")
-def depthwise_taps(mixing: Tensor, first: Tensor, second: Tensor, gain: Tensor, shift: Tensor, dtype: torch.dtype,
+def depthwise_taps(mixing: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype,
                    once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Combinations ``mixing`` (r, 2C) of two depthwise convolutions (C, 1, 3, 3) that follow a norm of tokens with
-    ``gain`` and ``shift``: taps of type ``dtype``, and what is added to the sum of all, (r,), float32."""
+    """Combinations ``mixing`` (r, 2C) of two depthwise convolutions (C, 1, 3, 3): taps of type ``dtype``, and what is
+    added to the sum of all, zeros (r,), float32."""
     r, c = len(mixing), len(first)
     taps, constant = _new_taps(first, r, c, 3, dtype, once), first.new_empty(r, dtype=torch.float32)
-    _normalise(mixing, first, second, first, gain, shift, taps, constant, mixing.stride(0), True, once)
+    launch(_depthwise_taps, (9 * r, -(-c // CHANNELS)), mixing, first, second, taps, constant, mixing.stride(0),
+           CHANNELS=c, COUNT=r, ONCE=once, C=CHANNELS, num_warps=2)  # fmt: skip
     return taps, constant
 
 
 @operator("shift_vits::pooled_taps")
-def pooled_taps(mixing: Tensor, weight: Tensor, bias: Tensor, pools: list[Tensor], gain: Tensor, shift: Tensor,
-                dtype: torch.dtype, once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+def pooled_taps(mixing: Tensor, weight: Tensor, bias: Tensor, pools: list[Tensor], dtype: torch.dtype,
+                once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Combinations ``mixing`` (r, D) of a projection's outputs, weight (D, C) and bias (D,), each head of which is
-    pooled by one to three depthwise convolutions (d, 1, 3, 3), one after another; with a norm before, as
-    ``depthwise_taps``."""
+    pooled by one to three depthwise convolutions (d, 1, 3, 3), one after another: taps of type ``dtype``, and what is
+    added to the sum of all, to be summed, (9, r), float32."""
     r, (d, c), rows = len(mixing), weight.shape, power(len(weight))
-    mixed, added = (torch.empty(shape, dtype=torch.float32, device=weight.device) for shape in ((r, 9, c), (r, 9)))
+    taps, constant = _new_taps(weight, r, c, 3, dtype, once), weight.new_empty((9, r), dtype=torch.float32)
     given = [pools[min(i, len(pools) - 1)] for i in range(3)]
-    launch(_sketched, (c // POOLED + 1, -(-r // 4) * 9), mixing, weight, bias, *given, mixed, added, mixing.stride(0),
-           WIDTH=c, D=d, COUNT=r, BIAS=True, LAST=True, TAPS=9, DIM=d // len(pools), HEAD=len(pools[0]), SIDE=0,
-           ONCE=False, ROWS=rows, J=POOLED, num_warps=_sketch_warps(rows, POOLED))  # fmt: skip
-    taps, constant = _new_taps(weight, r, c, 3, dtype, once), weight.new_empty(r, dtype=torch.float32)
-    _normalise(mixed, mixed, mixed, added, gain, shift, taps, constant, 0, False, once)
+    launch(_sketched, (c // POOLED + 1, -(-r // 4) * 9), mixing, weight, bias, *given, taps, constant, mixing.stride(0),
+           WIDTH=c, D=d, COUNT=r, BIAS=True, LAST=True, TAPS=9, DIM=d // len(pools), HEAD=len(pools[0]), SIDE=3,
+           ONCE=once, ROWS=rows, J=POOLED, num_warps=_sketch_warps(rows, POOLED))  # fmt: skip
     return taps, constant
-
-
-def _normalise(mixing: Tensor, first: Tensor, second: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, taps: Tensor,
-               constant: Tensor, stride: int, mixed: bool, once: bool) -> None:  # fmt: skip
-    r, c = len(constant), len(gain)
-    wide = power(c)
-    launch(_normed_taps, (-(-r // 4) * 16 + r,), mixing, first, second, bias, gain, shift, taps, constant, stride,
-           MIXED=mixed, CHANNELS=c, COUNT=r, ONCE=once, C=wide,
-           num_warps=max(4, min(16, wide // CHANNELS)))  # fmt: skip
 
 
 @operator("shift_vits::merging_weights")

@@ -61,7 +61,8 @@ def fits_token_scores(x: Tensor, outputs: int, side: int, padding: int) -> bool:
     """Whether ``token_scores`` takes tokens (B, H, W, C) for which ``fits_token_kernel`` holds: half precision, known
     channels, 4 outputs, a 2 x 2 kernel without padding or a 3 x 3 kernel with 1."""
     half = x.dtype in (torch.bfloat16, torch.float16) or INTERPRETED
-    return half and x.shape[3] in READINGS and outputs == 4 and padding == side - 2 and x.is_contiguous()
+    dense = x.stride()[1:] == (x.shape[2] * x.shape[3], x.shape[3], 1)
+    return half and x.shape[3] in READINGS and outputs == 4 and padding == side - 2 and dense
 
 
 def _strip(images: int, rows: int, stride: int) -> int:
@@ -76,10 +77,9 @@ if AVAILABLE:
         return 1.0 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + EPS)
 
     @triton.jit
-    def _token_energies(y, bias, wave, scale, colsum, sums, squares, out, channels, height, width, sm,
-                        SIDE: tl.constexpr, PAD: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
-                        NORM: tl.constexpr, EPS: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-                        BLOCK: tl.constexpr):  # fmt: skip
+    def _token_energies(y, bias, wave, colsum, sums, squares, out, channels, height, width, sm, SIDE: tl.constexpr,
+                        PAD: tl.constexpr, STRIDE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+                        R: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
         """A strip of rows: energy and direction of a convolution at every position, summed per phase."""
         image, strip, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         n, phase = tl.arange(0, R), tl.arange(0, STRIDE)
@@ -95,10 +95,7 @@ if AVAILABLE:
             for tap in tl.static_range(SIDE * SIDE):  # each product of a token with a tap is read once
                 token = around(h + tap // SIDE - PAD, height) * width + around(w + (tap % SIDE - PAD), width)
                 place = base + token[:, None] * WIDE + tap * R + n[None, :]
-                product = tl.load(place, valid[:, None], 0.0).to(tl.float32)
-                if SCALE:
-                    product *= tl.load(scale + image * (height * width) + token, valid, 0.0)[:, None]
-                t += product
+                t += tl.load(place, valid[:, None], 0.0).to(tl.float32)
             if NORM:
                 mean = tl.zeros([BLOCK], tl.float32)
                 square = tl.zeros([BLOCK], tl.float32)
@@ -135,11 +132,11 @@ if AVAILABLE:
         return tl.sum(tl.load(parts + (p * step)[:, None] + (m % 4)[None, :], (p < PARTS)[:, None], 0.0), 0)[None, :]
 
     @triton.jit
-    def _token_scores(x, taps, bias, wave, colsum, sums, squares, products, out, strips, sm, step,
+    def _token_scores(x, taps, bias, wave, colsum, sums, squares, products, out, strips, stride_b, sm, step,
                       HEIGHT: tl.constexpr, HALF: tl.constexpr, CHANNELS: tl.constexpr, SIDE: tl.constexpr,
-                      STRIDE: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-                      PARTS: tl.constexpr, CHOOSE: tl.constexpr, SIGNED: tl.constexpr, ROWS: tl.constexpr,
-                      T: tl.constexpr, CHUNK: tl.constexpr, Q: tl.constexpr, P: tl.constexpr):  # fmt: skip
+                      STRIDE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, PARTS: tl.constexpr,
+                      CHOOSE: tl.constexpr, SIGNED: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr,
+                      CHUNK: tl.constexpr, Q: tl.constexpr, P: tl.constexpr):  # fmt: skip
         """A strip of rows and those that its windows reach into, in pairs of tokens, HALF in a row.
 
         First the product of each pair with its taps, see ``in_one_pass``, is put where this program alone reads it:
@@ -151,43 +148,25 @@ if AVAILABLE:
         COUNT: tl.constexpr = (ROWS if WHOLE else ROWS + SIDE - 1) * HALF
         PAD: tl.constexpr = SIDE - 2
         N: tl.constexpr = 32 if SIDE == 2 else 64
-        SPAN: tl.constexpr = CHANNELS if SCALE else 2 * CHANNELS  # channels that are multiplied by one number
         CHUNKS: tl.constexpr = 3 if CHANNELS % 3 == 0 else 1
-        K: tl.constexpr = SPAN // CHUNKS
+        K: tl.constexpr = 2 * CHANNELS // CHUNKS
         image, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
         i, n = tl.arange(0, T), tl.arange(0, N)
-        start, known = x + image.to(tl.int64) * (HEIGHT * HALF * 2 * CHANNELS), image * sm
+        start, known = x + image.to(tl.int64) * stride_b, image * sm
         first = (strip * ROWS - (0 if WHOLE else PAD)) * HALF
         y_here = products + tl.program_id(0).to(tl.int64) * (COUNT * 16 * SIDE)
         if CHUNK == 0:
             k = tl.arange(0, K)
             weights = taps + k[:, None] * N + n[None, :]
             b0 = tl.load(weights)
-            b1, b2, c0, c1, c2 = b0, b0, b0, b0, b0
+            b1, b2 = b0, b0
             if CHUNKS > 1:
                 b1, b2 = tl.load(weights + K * N), tl.load(weights + 2 * K * N)
-            if SCALE:
-                c0 = tl.load(weights + CHANNELS * N)
-                if CHUNKS > 1:
-                    c1, c2 = tl.load(weights + (CHANNELS + K) * N), tl.load(weights + (CHANNELS + 2 * K) * N)
-                place = known + 2 * around(first + i, HEIGHT * HALF)
-                s0, s1 = tl.load(sums + place, i < COUNT, 0.0), tl.load(sums + place + 1, i < COUNT, 0.0)
-                q0, q1 = tl.load(squares + place, i < COUNT, 0.0), tl.load(squares + place + 1, i < COUNT, 0.0)
             for tile in range((COUNT + T - 1) // T):
                 at = tile * T + i
                 keep = (at < COUNT)[:, None]
                 line = start + (around(first + at, HEIGHT * HALF) * (2 * CHANNELS))[:, None] + k[None, :]
-                if SCALE:
-                    scale = _inverse(s0 * (1.0 / CHANNELS), q0 * (1.0 / CHANNELS), EPS)
-                    other = _inverse(s1 * (1.0 / CHANNELS), q1 * (1.0 / CHANNELS), EPS)
-                    ahead = at + T  # of the next tile: on their way while this one is multiplied
-                    place = known + 2 * around(first + ahead, HEIGHT * HALF)
-                    s0, s1 = tl.load(sums + place, ahead < COUNT, 0.0), tl.load(sums + place + 1, ahead < COUNT, 0.0)
-                    q0 = tl.load(squares + place, ahead < COUNT, 0.0)
-                    q1 = tl.load(squares + place + 1, ahead < COUNT, 0.0)
                 y = _times(line, keep, b0, b1, b2, CHUNKS, K)
-                if SCALE:
-                    y = y * scale[:, None] + _times(line + CHANNELS, keep, c0, c1, c2, CHUNKS, K) * other[:, None]
                 y_place = y_here + (at * 8)[:, None] + (n // 8 * (COUNT * 8) + n % 8)[None, :]
                 tl.store(y_place, y.to(products.dtype.element_ty), keep & (n < 16 * SIDE)[None, :])
         else:
@@ -196,21 +175,10 @@ if AVAILABLE:
             for tile in range((COUNT + T - 1) // T):
                 at = tile * T + i
                 keep = (at < COUNT)[:, None]
-                pair = around(first + at, HEIGHT * HALF)
-                line = start + (pair * (2 * CHANNELS))[:, None] + k[None, :]
-                if SCALE:
-                    place, there = known + 2 * pair, at < COUNT
-                    s0, s1 = tl.load(sums + place, there, 0.0), tl.load(sums + place + 1, there, 0.0)
-                    q0, q1 = tl.load(squares + place, there, 0.0), tl.load(squares + place + 1, there, 0.0)
-                y, z = tl.zeros([T, N], tl.float32), tl.zeros([T, N], tl.float32)
-                for c in range(0, SPAN, CHUNK):
+                line = start + (around(first + at, HEIGHT * HALF) * (2 * CHANNELS))[:, None] + k[None, :]
+                y = tl.zeros([T, N], tl.float32)
+                for c in range(0, 2 * CHANNELS, CHUNK):
                     y = tl.dot(tl.load(line + c, keep, 0.0), tl.load(weights + c * N), y)
-                    if SCALE:
-                        u, v = tl.load(line + CHANNELS + c, keep, 0.0), tl.load(weights + (CHANNELS + c) * N)
-                        z = tl.dot(u, v, z)
-                if SCALE:
-                    y *= _inverse(s0 * (1.0 / CHANNELS), q0 * (1.0 / CHANNELS), EPS)[:, None]
-                    y += z * _inverse(s1 * (1.0 / CHANNELS), q1 * (1.0 / CHANNELS), EPS)[:, None]
                 y_place = y_here + (at * 8)[:, None] + (n // 8 * (COUNT * 8) + n % 8)[None, :]
                 tl.store(y_place, y.to(products.dtype.element_ty), keep & (n < 16 * SIDE)[None, :])
         tl.debug_barrier()
@@ -274,27 +242,25 @@ if AVAILABLE:
 
 
 @operator("shift_vits::token_energies")
-def token_energies(y: Tensor, bias: Tensor, wave: Tensor, scale: Tensor | None, colsum: Tensor | None,
-                   sums: Tensor | None, squares: Tensor | None, channels: int, side: int, padding: int, stride: int,
+def token_energies(y: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
+                   squares: Tensor | None, channels: int, side: int, padding: int, stride: int,
                    eps: float) -> Tensor:  # fmt: skip
     """Energy |t|^2 and direction <t, wave> sqrt(2 / r) of a convolution's output t at every position, per phase.
 
-    t is the sum of ``side`` x ``side`` neighbours' products with their taps, each token multiplied by its ``scale``
-    first if that is given, plus ``bias`` (r,). With ``colsum`` the convolved patch is normalised first,
-    t = (t - mean colsum) / std + bias, by the ``sums`` over the ``channels`` of each token and of its ``squares`` (then
-    without padding).
+    t is the sum of ``side`` x ``side`` neighbours' products with their taps, plus ``bias`` (r,). With ``colsum`` the
+    convolved patch is normalised first, t = (t - mean colsum) / std + bias, by the ``sums`` over the ``channels`` of
+    each token and of its ``squares`` (then without padding).
 
-    Shapes: y (B, H, W, side side r or more), taps in rows, contiguous; bias, wave and colsum (r,); scale (B, H, W),
-    float32; sums and squares the same, of equal strides -> (B, parts, 2, stride, stride), to be summed over the parts.
+    Shapes: y (B, H, W, side side r or more), taps in rows, contiguous; bias, wave and colsum (r,); sums and squares
+    (B, H, W), float32, of equal strides -> (B, parts, 2, stride, stride), to be summed over the parts.
     """
     b, h, w, n = y.shape
     strip, block = _strip(b, h, stride), max(2, min(64, power(w)))
     grid = (b, -(-h // strip), -(-w // block))
     out = torch.empty((b, grid[1] * grid[2], 2, stride, stride), dtype=torch.float32, device=y.device)
-    scale = None if scale is None else scale.contiguous()
-    norm = [bias if tensor is None else tensor for tensor in (scale, colsum, sums, squares)]
+    norm = [bias if tensor is None else tensor for tensor in (colsum, sums, squares)]
     launch(_token_energies, grid, y, bias, wave, *norm, out, channels, h, w, 0 if sums is None else sums.stride(0),
-           SIDE=side, PAD=padding, STRIDE=stride, SCALE=scale is not None, NORM=colsum is not None, EPS=eps,
+           SIDE=side, PAD=padding, STRIDE=stride, NORM=colsum is not None, EPS=eps,
            R=bias.shape[0], WIDE=n, ROWS=strip, BLOCK=block, num_warps=4)  # fmt: skip
     return out
 
@@ -304,12 +270,11 @@ def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
                  squares: Tensor | None, side: int, stride: int, eps: float) -> Tensor:  # fmt: skip
     """What ``token_energies`` makes of the products of tokens with taps, without these being a tensor of their own.
 
-    With ``colsum`` the convolved patch is normalised, with ``sums`` and ``squares`` alone each token, but for its mean,
-    which the taps leave out.
+    With ``colsum`` the convolved patch is normalised.
 
-    Shapes: x (B, H, W, C), contiguous; taps (2 C, 32 or 64), see ``in_one_pass``; wave (4,); bias and colsum (4,) or,
-    to be summed, (n, 4), of equal strides; sums and squares (B, H, W), float32 -> (B, parts, 2, stride, stride), to be
-    summed over the parts.
+    Shapes: x (B, H, W, C), each sample contiguous; taps (2 C, 32 or 64), see ``in_one_pass``; wave (4,); bias and
+    colsum (4,) or, to be summed, (n, 4), of equal strides; sums and squares (B, H, W), float32
+    -> (B, parts, 2, stride, stride), to be summed over the parts.
     """
     return _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, False, False)
 
@@ -351,11 +316,11 @@ def _score(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor |
         sums, squares = sums.contiguous(), squares.contiguous()
     given = [bias if tensor is None else tensor for tensor in (colsum, sums, squares)]
     parts = bias.numel() // 4
-    launch(_token_scores, (b * strips,), x, taps, bias, wave, *given, products, out, strips,
+    launch(_token_scores, (b * strips,), x, taps, bias, wave, *given, products, out, strips, x.stride(0),
            0 if sums is None else sums.stride(0), bias.stride(0), HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side,
-           STRIDE=stride, SCALE=sums is not None and colsum is None, NORM=colsum is not None, EPS=eps, PARTS=parts,
-           CHOOSE=choose, SIGNED=signed, ROWS=rows, T=how.pairs, CHUNK=how.chunk, Q=32 * how.warps, P=power(parts),
-           num_warps=how.warps, num_stages=how.stages)  # fmt: skip
+           STRIDE=stride, NORM=colsum is not None, EPS=eps, PARTS=parts, CHOOSE=choose, SIGNED=signed, ROWS=rows,
+           T=how.pairs, CHUNK=how.chunk, Q=32 * how.warps, P=power(parts), num_warps=how.warps,
+           num_stages=how.stages)  # fmt: skip
     return out
 
 
