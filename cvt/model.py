@@ -328,7 +328,7 @@ class CvT(Classifier):
             ahead = norm_ahead(tokens, norm)
             if self.projection_anchor is not None and usable(x):
                 ahead = normed(tokens, norm) if ahead is None and self.canonical else ahead
-                known = None if ahead is None else ahead[:, -h * w :].unflatten(1, (h, w))
+                known = ahead[:, -h * w :].unflatten(1, (h, w)) if ahead is not None and self.canonical else None
                 origin = stage.offset(self.projection_anchor, x, self.canonical, known)
             for block in stage.blocks:
                 tokens, ahead = self.run(block, tokens, (h, w), origin, ahead), None
