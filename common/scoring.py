@@ -206,7 +206,6 @@ class Anchor(nn.Module):
             given = tokens, taps, constant, self.wave, colsum, total, square, conv.kernel[0], stride, eps
             return kernels.best_of_tokens(*given, signed) if choose else kernels.token_scores(*given)
         y = F.linear(tokens, taps)  # every token by every tap, B, H, W, k k r
-        constant = constant if constant.ndim == 1 else constant.sum(0)
         parts = kernels.token_energies(y, constant, self.wave, colsum, total, square, channels, conv.kernel[0],
                                        conv.padding[0], stride, eps)  # fmt: skip
         return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), signed) if choose else parts

@@ -1,11 +1,13 @@
 """MViTv2's anchors with kernels and without: tokens are read from where they begin."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import interpreted, launches, randomize
-from torch import Tensor
+from torch import Tensor, nn
 
 from common import kernels
 from common.registry import create_model
@@ -40,8 +42,8 @@ def test_choices(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride_kv: int,
 
 @interpreted
 def test_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens lie where they did and logits are what they were, though in inference no more than a skip is rolled; with
-    gradients all is, once for each anchor."""
+    """Tokens lie where they did and logits are what they were, though in inference no more than a skip is rolled, and
+    an anchor and its block share one norm; with gradients all is rolled, once for each anchor."""
     model: Any = randomize(create_model("a_mvitv2_micro")).eval()
     x = torch.randn(1, 3, 32, 32)
 
@@ -52,9 +54,17 @@ def test_model(monkeypatch: pytest.MonkeyPatch) -> None:
     anchored = [module for module in model.modules() if getattr(module, "modulus", 1) > 1]
     keep_their_grid = [block for block in anchored if block.stride == 1]
     assert (len(anchored), len(keep_their_grid)) == (4, 2)
+    norms: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if name.endswith("norm1"):
+            module.register_forward_hook(lambda *_, name=name: norms.update([name]))
+    layer_norm, taken = F.layer_norm, []
+    monkeypatch.setattr(F, "layer_norm", lambda *args: taken.append(1) or layer_norm(*args))
     launched = launches(monkeypatch, "rolling", "pooling")
     with torch.no_grad():
         logits, offsets = run()
+    assert set(norms.values()) == {1}
+    assert len(taken) == sum(isinstance(m, nn.LayerNorm) for m in model.modules()) - 15  # pooled ones are a kernel's
     assert launched.count("_rolled_forward") == 2
     assert launched.count("_pooled_maximum") == 2
     with monkeypatch.context() as patch, torch.no_grad():

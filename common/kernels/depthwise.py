@@ -22,7 +22,7 @@ if AVAILABLE:
     from .base import around
 
 __all__ = ["depthwise", "depthwise_norm", "fits_depthwise_kernel", "fits_depthwise_norm", "plain_depthwise",
-           "split"]  # fmt: skip
+           "split", "vectors"]  # fmt: skip
 
 LONGEST = 14  # outputs of a strip
 PROGRAMS = 2048  # of a backward pass: enough to fill a GPU, and each leaves one sum per weight
@@ -88,17 +88,13 @@ if AVAILABLE:
         return image.to(tl.int64), band % (rows // BAND) * BAND + t % BAND, t // BAND % columns
 
     @triton.jit
-    def _source(p, i, start, side, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, BACK: tl.constexpr):
-        """Along one axis, the token that tap ``i`` of output p reads; ``BACK``: the output that reads token p by that
-        tap. And whether there is one. The first output is at ``start``."""
-        n = p + 1 - i - start if BACK else p * STRIDE + i - 1 + start
+    def _reader(p, i, start, side, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr):
+        """Along one axis, the output that reads token p by tap ``i``, and whether there is one. The first output is at
+        ``start``."""
+        n = p + 1 - i - start
         if CIRCULAR:
             n = around(n, side)
-        there = (n >= 0) & (n < side)
-        if BACK:
-            there = there & (n % STRIDE == 0)
-            n = n // STRIDE
-        return n, there
+        return n // STRIDE, (n >= 0) & (n < side) & (n % STRIDE == 0)
 
     @triton.jit
     def _strip(t, rows, segments, SEGMENT: tl.constexpr):
@@ -259,13 +255,13 @@ if AVAILABLE:
             if PLACED:
                 top = tl.load(origin + 2 * image, t < count, 0).to(tl.int32)
                 first = tl.load(origin + 2 * image + 1, t < count, 0).to(tl.int32)
-            y0, up = _source(h, 0, top, height, STRIDE, CIRCULAR, True)
-            y1, middle = _source(h, 1, top, height, STRIDE, CIRCULAR, True)
-            y2, down = _source(h, 2, top, height, STRIDE, CIRCULAR, True)
+            y0, up = _reader(h, 0, top, height, STRIDE, CIRCULAR)
+            y1, middle = _reader(h, 1, top, height, STRIDE, CIRCULAR)
+            y2, down = _reader(h, 2, top, height, STRIDE, CIRCULAR)
             up, middle, down = up & (t < count), middle & (t < count), down & (t < count)
-            z0, left = _source(w, 0, first, width, STRIDE, CIRCULAR, True)
-            z1, centre = _source(w, 1, first, width, STRIDE, CIRCULAR, True)
-            z2, right = _source(w, 2, first, width, STRIDE, CIRCULAR, True)
+            z0, left = _reader(w, 0, first, width, STRIDE, CIRCULAR)
+            z1, centre = _reader(w, 1, first, width, STRIDE, CIRCULAR)
+            z2, right = _reader(w, 2, first, width, STRIDE, CIRCULAR)
             g = _tap(grad, image, y0, up, z0, left, c, rows, columns, CHANNELS)
             total, s00 = g * w00, s00 + g * value
             g = _tap(grad, image, y0, up, z1, centre, c, rows, columns, CHANNELS)
@@ -332,6 +328,13 @@ def _forward(x: Tensor, lead: Tensor | None, weights: Tensor, origin: Tensor | N
            PLACED=origin is not None, CHANNELS=channels, SEGMENT=segment, C=block, T=tile, num_warps=4)  # fmt: skip
 
 
+def vectors(x: Tensor) -> tuple[int, int]:
+    """Channels and tokens of a program of 128 threads, each with a vector of 16 bytes. Channels are those of a cache
+    line, or half of it where that divides them better."""
+    block = 64 if x.shape[3] % 64 == 0 else 32
+    return block, 128 * 16 // x.element_size() // block
+
+
 def split(columns: int, longest: int) -> tuple[int, int]:
     """So many outputs in a row as strips: how long, and how many."""
     segments = -(-columns // longest)
@@ -342,8 +345,7 @@ def split(columns: int, longest: int) -> tuple[int, int]:
 def depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, origin: Tensor | None, stride: int,
                        circular: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
     b, h, w, channels = x.shape
-    block = 64 if channels % 64 == 0 else 32  # of a cache line, or half of it
-    tile = 128 * 16 // x.element_size() // block  # a thread has a vector of 16 bytes
+    block, tile = vectors(x)
     blocks, count = -(-channels // block), b * h * w
     parts = min(-(-count // tile), max(1, PROGRAMS // blocks))
     grad_x = torch.empty((b, h, w, channels), dtype=x.dtype, device=x.device)

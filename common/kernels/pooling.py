@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .base import AVAILABLE, INTERPRETED, launch, operator, pieces, power, usable
-from .depthwise import fits_depthwise_kernel, split
+from .depthwise import fits_depthwise_kernel, split, vectors
 
 if AVAILABLE:
     import triton
@@ -183,8 +183,7 @@ def pooled_maximum(x: Tensor, origin: Tensor) -> Tensor:
     [0, side): (B, H, W, C) -> (B, H/2, W/2, C), sides even."""
     b, h, w, channels = x.shape
     out = torch.empty((b, h // 2, w // 2, channels), dtype=x.dtype, device=x.device)
-    block = 64 if channels % 64 == 0 else 32
-    tile, count = max(1, 2048 // x.element_size() // block), b * (h // 2) * (w // 2)
+    (block, tile), count = vectors(x), b * (h // 2) * (w // 2)
     launch(_pooled_maximum, (-(-count // tile) * -(-channels // block),), x, origin, out, h, w, h // 2, w // 2, count,
            *x.stride()[:3], CHANNELS=channels, C=block, T=tile, num_warps=4)  # fmt: skip
     return out

@@ -248,14 +248,14 @@ def pooled_taps(mixing: Tensor, weight: Tensor, bias: Tensor, pools: list[Tensor
                 once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Combinations ``mixing`` (r, D) of a projection's outputs, weight (D, C) and bias (D,), each head of which is
     pooled by one to three depthwise convolutions (d, 1, 3, 3), one after another: taps of type ``dtype``, and what is
-    added to the sum of all, to be summed, (9, r), float32."""
+    added to the sum of all, (r,), or with ``once`` in parts, (9, r), float32."""
     r, (d, c), rows = len(mixing), weight.shape, power(len(weight))
     taps, constant = _new_taps(weight, r, c, 3, dtype, once), weight.new_empty((9, r), dtype=torch.float32)
     given = [pools[min(i, len(pools) - 1)] for i in range(3)]
     launch(_sketched, (c // POOLED + 1, -(-r // 4) * 9), mixing, weight, bias, *given, taps, constant, mixing.stride(0),
            WIDTH=c, D=d, COUNT=r, BIAS=True, LAST=True, TAPS=9, DIM=d // len(pools), HEAD=len(pools[0]), SIDE=3,
            ONCE=once, ROWS=rows, J=POOLED, num_warps=_sketch_warps(rows, POOLED))  # fmt: skip
-    return taps, constant
+    return taps, constant if once else constant.sum(0)
 
 
 @operator("shift_vits::merging_weights")
