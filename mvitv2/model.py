@@ -143,30 +143,29 @@ class PoolingAttention(nn.Module):
 
     def forward(self, x: Tensor, origin: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
-        one_pass, beside = fits_pooled(q, self.pool_q.kernel_size, self.norm_q.weight), self.places.shape[1]
+        one_pass = fits_pooled(q, self.pool_q.kernel_size, self.norm_q.weight)
         weights = taps(self.pool_q.weight, self.pool_k.weight, self.pool_v.weight,
                        repeats=1 if one_pass else self.num_heads)  # fmt: skip
         q = self.pool(q, weights[0], self.pool_q, self.norm_q, origin)
-        k = self.pool(k, weights[1], self.pool_k, self.norm_k, origin, beside, self.places)
-        v = self.pool(v, weights[2], self.pool_v, self.norm_v, origin, beside)
+        k = self.pool(k, weights[1], self.pool_k, self.norm_k, origin, self.places)
+        v = self.pool(v, weights[2], self.pool_v, self.norm_v, origin)
+        v = v if one_pass else F.pad(v, (0, self.places.shape[1]))  # as wide as keys: cuDNN alone has no need of it
         x = F.scaled_dot_product_attention(self.with_positions(q), k, v, scale=q.shape[-1] ** -0.5)
         x = x[..., : q.shape[-1]] + q
         x = x.transpose(1, 2).reshape(x.shape[0], len(self.rows), len(self.columns), -1)
         return self.proj(x)
 
     def pool(self, x: Tensor, weight: Tensor, conv: nn.Conv2d, norm: nn.LayerNorm, origin: Tensor | None,
-             beside: int = 0, tail: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Pool every head by the same kernel, normalise, and put so many channels ``beside``, those of ``tail``
-        (H/s W/s, n) or zeros: (B, H, W, heads d), ``weight`` (k, k, d), or (k, k, heads d) where no kernel does it all
+             tail: Tensor | None = None) -> Tensor:  # fmt: skip
+        """Pool every head by the same kernel, normalise, and put the channels of ``tail`` (H/s W/s, n) beside:
+        (B, H, W, heads d), ``weight`` (k, k, d), or (k, k, heads d) where no kernel does it all
         -> (B, heads, H/s W/s, d + n)."""
         stride, circular = conv.stride[0], conv.padding_mode == "circular"
         if fits_pooled(x, conv.kernel_size, norm.weight):
-            return pooled(x, weight, norm.weight, norm.bias, norm.eps, stride, circular, beside, tail, origin)
+            return pooled(x, weight, norm.weight, norm.bias, norm.eps, stride, circular, tail, origin)
         x = depthwise(x, weight, stride, circular, origin).unflatten(3, (self.num_heads, -1))
         x = norm(x).to(x.dtype).flatten(1, 2).transpose(1, 2)
-        if tail is None:
-            return F.pad(x, (0, beside)) if beside else x
-        return torch.cat([x, tail.to(x).expand(*x.shape[:2], -1, -1)], -1)
+        return x if tail is None else torch.cat([x, tail.to(x).expand(*x.shape[:2], -1, -1)], -1)
 
     def with_positions(self, q: Tensor) -> Tensor:
         """Queries (B, heads, queries, d) and E as further channels: one for every row and every column of keys, in the

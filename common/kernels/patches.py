@@ -28,10 +28,10 @@ if AVAILABLE:
 __all__ = ["all_phases", "fits_image_phases", "fits_image_tokens", "image_phases", "image_tokens", "in_pieces"]
 
 PLANES = 64  # places of a window in planes, multiplied at once
-TOKENS: dict[str, Any] = {"places": (32, 64), "bands": 2, "cells": 64, "rows": (19, 28), "settled": 3, "wide": 128,
+TOKENS: dict[str, Any] = {"places": (32, 128), "bands": 2, "cells": 64, "rows": (19, 28), "settled": 3, "wide": 128,
                           "num_warps": 4, "num_stages": (2, 2), "ahead": 64}  # fmt: skip
 PHASES: dict[str, Any] = {"places": (32, 32), "bands": 3, "cells": 64, "rows": (28, 28), "settled": 2, "wide": 64,
-                          "num_warps": 4, "num_stages": (3, 2), "ahead": 64}  # fmt: skip
+                          "num_warps": 4, "num_stages": (3, 3), "ahead": 64}  # fmt: skip
 """Places of a window in a packed image, multiplied at once, in a program that has few sums in registers, or many; bands
 of it at most; cells in a product; rows of them in a program, few sums or many; how many bands make a program wait for
 the sums that it takes along: where these change places, compilers else let no two products overlap; outputs that take
@@ -46,14 +46,14 @@ def fits_image_tokens(x: Tensor, weight: Tensor, stride: int, dtype: torch.dtype
     size, half = weight.shape[-1], dtype in (torch.bfloat16, torch.float16) or INTERPRETED
     few = half and len(weight) <= 256 and not torch.is_grad_enabled() and fits_image_windows(x, size, stride)
     near = size > stride or is_packed(x)
-    return few and _held(len(weight), TOKENS, _pieces(x.shape[1], near, size, stride, len(weight), TOKENS))
+    return few and _held(len(weight), TOKENS, _pieces(x.shape[1], near, size, stride, len(weight), TOKENS), near)
 
 
 def fits_image_phases(x: Tensor, rows: int, size: int, stride: int) -> bool:
     """Whether ``image_phases`` takes a kernel of so many rows (outputs), size x size: 16-128 outputs (phases times
     rows), small windows."""
     window, outputs = size + stride - 1, rows * stride**2
-    held = _held(outputs, PHASES, _pieces(x.shape[1], True, window, stride, outputs, PHASES))
+    held = _held(outputs, PHASES, _pieces(x.shape[1], True, window, stride, outputs, PHASES), True)
     return outputs in (16, 32, 64, 128) and window <= 16 and held and fits_image_windows(x, window, stride)
 
 
@@ -61,22 +61,22 @@ def _pieces(channels: int, near: bool, size: int, stride: int, outputs: int, how
     """How windows of size x size pixels are read, ``near`` if they are packed. If it takes no more bands than given, in
     bands of ``stride`` rows: a band is read once for all the windows that it is a part of.
 
-    A piece of a ``packed`` image is some rows of a part of the band, so that all rows of cells have the same columns in
-    it: the next power of two or, where that saves a quarter, half of it and in other pieces a quarter.
+    A band of a ``packed`` image is read row by row and pixel by pixel, in STEPS pieces of K numbers and one of TAIL, or
+    none, all powers of two: with no more than is needed, two programs fit where one did.
     """
-    c, bands = power(channels), how["bands"]
     if not near:
-        pieces = -(-(size**2) * channels // PLANES)
-        return {"K": PLANES, "WIDE": 1, "STEPS": 0, "NARROW": 1, "PIECES": pieces, "BAND": size, "BANDS": 1}
-    band, count = (stride, -(-size // stride)) if stride < size <= bands * stride else (size, 1)
-    wide, narrow = power(size), 0
-    if 2 <= size <= 3 * wide // 4:
-        wide, narrow = wide // 2, wide // 4
-    k = max(16, wide * c, min(how["places"][_many(outputs, count)], power(band) * wide * c))
-    steps = -(-band * c * wide // k)
-    pieces = steps + -(-band * c * narrow // k)
-    return {"K": k, "WIDE": wide, "STEPS": steps, "NARROW": max(1, narrow), "PIECES": pieces, "BAND": band,
-            "BANDS": count}  # fmt: skip
+        return {"K": PLANES, "STEPS": -(-(size**2) * channels // PLANES), "TAIL": 0, "BAND": size, "BANDS": 1}
+    band, count = (stride, -(-size // stride)) if stride < size <= how["bands"] * stride else (size, 1)
+    numbers = band * size * power(channels)
+    k = max(16, min(how["places"][_many(outputs, count)], power(numbers)))
+    steps, left = divmod(numbers, k)
+    tail = max(16, power(left)) if left else 0
+    return {"K": k, "STEPS": steps + (tail == k), "TAIL": tail % k, "BAND": band, "BANDS": count}
+
+
+def _length(cut: dict[str, int]) -> int:
+    """Numbers of a band in pieces."""
+    return cut["STEPS"] * cut["K"] + cut["TAIL"]
 
 
 def _many(outputs: int, bands: int) -> int:
@@ -84,11 +84,11 @@ def _many(outputs: int, bands: int) -> int:
     return int(bands * outputs > 128)
 
 
-def _held(outputs: int, how: dict[str, Any], cut: dict[str, int]) -> bool:
+def _held(outputs: int, how: dict[str, Any], cut: dict[str, int], near: bool) -> bool:
     """Whether a program can hold all weights, and what it reads for a row, for those on their way and one more."""
     stages = how["num_stages"][_many(outputs, cut["BANDS"])]
-    read = how["cells"] * (stages + 1) * (2 if cut["STEPS"] else 4)  # bytes of packed numbers, or in planes
-    return cut["PIECES"] * cut["K"] * (2 * max(16, outputs) * cut["BANDS"] + read) <= MEMORY
+    read = how["cells"] * (stages + 1) * (2 if near else 4)  # bytes of packed numbers, or in planes
+    return _length(cut) * (2 * max(16, outputs) * cut["BANDS"] + read) <= MEMORY
 
 
 def in_pieces(weight: Tensor, x: Tensor, stride: int, phases: bool = False) -> Tensor:
@@ -99,16 +99,11 @@ def in_pieces(weight: Tensor, x: Tensor, stride: int, phases: bool = False) -> T
     cut = _pieces(x.shape[1], is_packed(x), size, stride, len(weight), PHASES if phases else TOKENS)
     if not is_packed(x):
         weight = weight.flatten(1).T
-        return F.pad(weight, (0, 0, 0, cut["PIECES"] * cut["K"] - len(weight))).contiguous()
-    wide, narrow, band = cut["WIDE"], cut["NARROW"], cut["BAND"]
+        return F.pad(weight, (0, 0, 0, _length(cut) - len(weight))).contiguous()
     weight = weight.permute(2, 3, 1, 0)
-    weight = F.pad(weight, (0, 0, 0, c - x.shape[1], 0, max(0, wide + narrow - size), 0, cut["BANDS"] * band - size))
-    weight = weight.unflatten(0, (-1, band))  # bands, rows, columns, channels, outputs
-    deep = cut["STEPS"] * cut["K"] // (c * wide), (cut["PIECES"] - cut["STEPS"]) * cut["K"] // (c * narrow)
-    if deep[0] > band or deep[1] > band:
-        weight = F.pad(weight, (0, 0) * 3 + (0, max(deep) - band))
-    parts = weight[:, : deep[0], :wide].flatten(1, 3), weight[:, : deep[1], wide : wide + narrow].flatten(1, 3)
-    return (torch.cat(parts, 1) if deep[1] else parts[0]).flatten(0, 1).contiguous()
+    weight = F.pad(weight, (0, 0, 0, c - x.shape[1], 0, 0, 0, cut["BANDS"] * cut["BAND"] - size))
+    weight = weight.unflatten(0, (-1, cut["BAND"])).flatten(1, 3)  # bands, (row, column, channel), outputs
+    return F.pad(weight, (0, 0, 0, _length(cut) - weight.shape[1])).flatten(0, 1).contiguous()
 
 
 def all_phases(weight: Tensor, stride: int) -> Tensor:
@@ -132,21 +127,17 @@ if AVAILABLE:
     @triton.jit
     def _piece(x, i, j, step: tl.constexpr, down, right, height, width, sc, sh, SW: tl.constexpr, SIZE: tl.constexpr,
                STRIDE: tl.constexpr, PAD: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr,
-               PACKED: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
-               STEPS: tl.constexpr, NARROW: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
-        """K numbers of the band of each cell in the row i, as ``in_pieces`` has them, of an image that begins at
+               PACKED: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr,
+               TAIL: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
+        """A piece of the band of each cell in the row i, as ``in_pieces`` has them, of an image that begins at
         (down, right). Columns are the same in all rows: a compiler takes what depends on them out of a loop."""
         BEYOND: tl.constexpr = PAD > 0 or SIZE > STRIDE  # windows reach over the sides
-        k = tl.arange(0, K)
+        k = step * K + tl.arange(0, K if step < STEPS else TAIL)
         if PACKED:
-            if step < STEPS:
-                row, column = k // (C * WIDE) + step * (K // (C * WIDE)), k // C % WIDE
-            else:
-                row, column = k // (C * NARROW) + (step - STEPS) * (K // (C * NARROW)), k // C % NARROW + WIDE
-            row, column = tl.where(row < BAND, row, BAND - 1), tl.where(column < SIZE, column, SIZE - 1)
-            keep = (k < K)[None, :]  # all: beyond a window weights are zero
+            row, column = k // (SIZE * C), k // C % SIZE
+            row = tl.where(row < BAND, row, BAND - 1)
+            keep = (k >= 0)[None, :]  # all: beyond a window weights are zero
         else:
-            k += step * K
             row, column, channel = k // SIZE % SIZE, k % SIZE, k // (SIZE * SIZE)
             keep = (channel < CHANNELS)[None, :]
         top, left = i * STRIDE - PAD, j * STRIDE - PAD
@@ -172,13 +163,15 @@ if AVAILABLE:
         return tl.load(weights + n, n < OUTPUTS, 0.0).to(tl.float32)[None, :]
 
     @triton.jit
-    def _weights(weights, n, COUNT: tl.constexpr, K: tl.constexpr, OUTPUTS: tl.constexpr):
-        """Those of each piece for the outputs n, zero beyond the last of them."""
+    def _weights(weights, n, BANDS: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, TAIL: tl.constexpr,
+                 OUTPUTS: tl.constexpr):  # fmt: skip
+        """Those of each piece of each band for the outputs n, zero beyond the last of them."""
         pieces = ()
-        for step in tl.static_range(COUNT):
-            place = ((step * K + tl.arange(0, K)) * OUTPUTS)[:, None] + n[None, :]
-            piece = tl.load(weights + place, (n < OUTPUTS)[None, :], 0.0)
-            pieces = pieces + (piece,)  # type: ignore[assignment]  # noqa: RUF005
+        for band in tl.static_range(BANDS):
+            for step in tl.static_range(STEPS + (TAIL > 0)):
+                k = band * (STEPS * K + TAIL) + step * K + tl.arange(0, K if step < STEPS else TAIL)
+                piece = tl.load(weights + (k * OUTPUTS)[:, None] + n[None, :], (n < OUTPUTS)[None, :], 0.0)
+                pieces = pieces + (piece,)  # type: ignore[assignment]  # noqa: RUF005
         return pieces
 
     @triton.jit
@@ -192,19 +185,19 @@ if AVAILABLE:
     def _image_tokens(x, offset, weights, bias, gain, shift, wave, out, moments, height, width, parts, blocks, sb, sc,
                       sh, SW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
                       CIRCULAR: tl.constexpr, PLACED: tl.constexpr, PACKED: tl.constexpr, CHANNELS: tl.constexpr,
-                      C: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, STEPS: tl.constexpr, NARROW: tl.constexpr,
-                      PIECES: tl.constexpr, BAND: tl.constexpr, BANDS: tl.constexpr, SETTLED: tl.constexpr,
-                      BIAS: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, MOMENTS: tl.constexpr,
-                      OUTPUTS: tl.constexpr, N: tl.constexpr, REST: tl.constexpr, M: tl.constexpr,
-                      ROWS: tl.constexpr):  # fmt: skip
+                      C: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, TAIL: tl.constexpr, BAND: tl.constexpr,
+                      BANDS: tl.constexpr, SETTLED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+                      EPS: tl.constexpr, MOMENTS: tl.constexpr, OUTPUTS: tl.constexpr, N: tl.constexpr,
+                      REST: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
         """Some rows of cells of an image by N + REST outputs: 96 are no power of two, and 128 would be a quarter idle.
         A program begins one band early, with that part of its first windows, if they have two."""
         image, rows, across = tl.program_id(0) // parts, height // STRIDE, width // STRIDE
         down, right = beginning(offset, image, PLACED)
         n, m = tl.arange(0, N), N + tl.arange(0, REST if REST else 1)
-        b = _weights(weights, n, BANDS * PIECES, K, OUTPUTS)
+        PIECES: tl.constexpr = STEPS + (TAIL > 0)
+        b = _weights(weights, n, BANDS, K, STEPS, TAIL, OUTPUTS)
         if REST:
-            c = _weights(weights, m, BANDS * PIECES, K, OUTPUTS)
+            c = _weights(weights, m, BANDS, K, STEPS, TAIL, OUTPUTS)
         j, keep, first, last = _cells(tl.program_id(0) % parts, blocks, rows, across, M, ROWS)
         x, area = x + image.to(tl.int64) * sb, rows * across
         token = out + image.to(tl.int64) * area * OUTPUTS + (j * OUTPUTS)[:, None]
@@ -218,8 +211,7 @@ if AVAILABLE:
                 t, u, t1, u1 = t1, u1, t, u
             for step in tl.static_range(PIECES):
                 a = _piece(x, band, j, step, down, right, height, width, sc, sh, SW, SIZE, STRIDE, PAD, CIRCULAR,
-                           PLACED, PACKED, CHANNELS, C, K, WIDE, STEPS, NARROW,
-                           BAND).to(weights.dtype.element_ty)  # fmt: skip
+                           PLACED, PACKED, CHANNELS, C, K, STEPS, TAIL, BAND).to(weights.dtype.element_ty)  # fmt: skip
                 if BANDS == 2:
                     t1 = tl.dot(a, b[step], t1)
                     if REST:
@@ -255,9 +247,9 @@ if AVAILABLE:
     def _image_phases(x, offset, weights, bias, wave, out, height, width, parts, blocks, sb, sc, sh, SW: tl.constexpr,
                       SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, PLACED: tl.constexpr,
                       PACKED: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-                      WIDE: tl.constexpr, STEPS: tl.constexpr, NARROW: tl.constexpr, PIECES: tl.constexpr,
-                      BAND: tl.constexpr, BANDS: tl.constexpr, SETTLED: tl.constexpr, BIAS: tl.constexpr,
-                      R: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                      STEPS: tl.constexpr, TAIL: tl.constexpr, BAND: tl.constexpr, BANDS: tl.constexpr,
+                      SETTLED: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
+                      ROWS: tl.constexpr):  # fmt: skip
         """Some rows of cells of an image: energy and direction of the outputs at each phase, summed.
 
         The bias c is added to the sums: of (t + c)^2 over n cells, c (2 sum t + n c) is due to it."""
@@ -265,7 +257,8 @@ if AVAILABLE:
         image, rows, across = tl.program_id(0) // parts, height // STRIDE, width // STRIDE
         down, right = beginning(offset, image, PLACED)
         n = tl.arange(0, R * S)
-        b = _weights(weights, n, BANDS * PIECES, K, R * S)
+        PIECES: tl.constexpr = STEPS + (TAIL > 0)
+        b = _weights(weights, n, BANDS, K, STEPS, TAIL, R * S)
         j, keep, first, last = _cells(tl.program_id(0) % parts, blocks, rows, across, M, ROWS)
         x = x + image.to(tl.int64) * sb
         energy, total = tl.zeros([M // 2, R * S], tl.float32), tl.zeros([M // 2, R * S], tl.float32)
@@ -278,14 +271,12 @@ if AVAILABLE:
                 t, t2 = t2, t
             for step in tl.static_range(PIECES):
                 a = _piece(x, band, j, step, down, right, height, width, sc, sh, SW, SIZE, STRIDE, PAD, True, PLACED,
-                           PACKED, CHANNELS, C, K, WIDE, STEPS, NARROW, BAND).to(weights.dtype.element_ty)  # fmt: skip
+                           PACKED, CHANNELS, C, K, STEPS, TAIL, BAND).to(weights.dtype.element_ty)  # fmt: skip
                 if BANDS == 3:
                     t2 = tl.dot(a, b[step], t2)
                 if BANDS >= 2:
                     t1 = tl.dot(a, b[(BANDS - 2) * PIECES + step], t1)
-                if (BANDS - 1) * BAND + (
-                    step * (K // (C * WIDE)) if step < STEPS else (step - STEPS) * (K // (C * NARROW))
-                ) < SIZE:  # else all are zero
+                if not PACKED or (BANDS - 1) * BAND + step * K // (SIZE * C) < SIZE:  # else all are zero
                     t = tl.dot(a, b[(BANDS - 1) * PIECES + step], t)  # waited for, so last
             if BANDS >= SETTLED:
                 t1, t2 = t1 + 0.0, t2 + 0.0

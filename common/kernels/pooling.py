@@ -50,8 +50,8 @@ if AVAILABLE:
     @triton.jit
     def _pooled(x, weight, gain, shift, tail, origin, out, height, width, rows, columns, segments, count, stride_b,
                 stride_h, stride_w, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PIECES: tl.constexpr,
-                WIDTH: tl.constexpr, TAIL: tl.constexpr, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr,
-                PLACED: tl.constexpr, SEGMENT: tl.constexpr, EPS: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+                WIDTH: tl.constexpr, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr,
+                SEGMENT: tl.constexpr, EPS: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
                 T: tl.constexpr):  # fmt: skip
         """T strips of outputs of one head, whose channels are one piece of C, or three: 96 are three of 32."""
         RAGGED: tl.constexpr = PIECES == 1 and CHANNELS != C
@@ -91,12 +91,10 @@ if AVAILABLE:
             left, middle = _next(middle, right, tokens, there, z, c, real, width, stride_w, STRIDE, CIRCULAR, RAGGED,
                                  PIECES, C)  # fmt: skip
         beside, e = (), tl.arange(0, E)
-        for s in tl.static_range(SEGMENT):
-            value = tl.zeros([T, E], tl.float32)
-            if TAIL:
-                there, token = (w + s < columns)[:, None] & (e < WIDTH)[None, :], h * columns + w + s
-                value = tl.load(tail + (token * WIDTH)[:, None] + e[None, :], there, 0.0)
-            beside = beside + (value.to(out.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
+        for s in tl.static_range(SEGMENT if WIDTH else 0):
+            there, token = (w + s < columns)[:, None] & (e < WIDTH)[None, :], h * columns + w + s
+            value = tl.load(tail + (token * WIDTH)[:, None] + e[None, :], there, 0.0).to(out.dtype.element_ty)
+            beside = beside + (value,)  # type: ignore[assignment]  # noqa: RUF005
         for s in tl.static_range(SEGMENT):
             keep, target = ((t < count) & (w + s < columns))[:, None], out + (place + s * (CHANNELS + WIDTH))[:, None]
             for n in tl.static_range(PIECES):
@@ -147,20 +145,20 @@ if AVAILABLE:
 
 @operator("shift_vits::pooled")
 def pooled(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, eps: float, stride: int, circular: bool,
-           width: int, tail: Tensor | None, origin: Tensor | None) -> Tensor:  # fmt: skip
+           tail: Tensor | None, origin: Tensor | None) -> Tensor:  # fmt: skip
     """Every head of x (B, H, W, heads d) convolved with ``weight`` (3, 3, d), contiguous, as by ``depthwise``, and
-    normalised as by a LayerNorm of d; beside each token its row of ``tail`` (H/s W/s, width), or zeros
-    -> (B, heads, H/s W/s, d + width)."""
-    (b, h, w, channels), d = x.shape, weight.shape[2]
+    normalised as by a LayerNorm of d; beside each token its row of ``tail`` (H/s W/s, n), if there is one
+    -> (B, heads, H/s W/s, d + n)."""
+    (b, h, w, channels), d, width = x.shape, weight.shape[2], 0 if tail is None else tail.shape[1]
     rows, columns, heads = -(-h // stride), -(-w // stride), channels // d
     out = torch.empty((b, heads, rows * columns, d + width), dtype=x.dtype, device=x.device)
     parts, (segment, segments) = pieces(d), split(columns, LONGEST)
     count = b * rows * segments
     launch(_pooled, (-(-count // STRIPS) * heads,), x, weight, gain, shift, weight if tail is None else tail,
            weight if origin is None else origin, out, h, w, rows, columns, segments, count, *x.stride()[:3],
-           HEADS=heads, CHANNELS=d, PIECES=parts, WIDTH=width, TAIL=tail is not None, STRIDE=stride,
-           CIRCULAR=circular, PLACED=origin is not None, SEGMENT=segment, EPS=eps, C=max(16, power(d // parts)),
-           E=max(2, power(width)), T=STRIPS, num_warps=4)  # fmt: skip
+           HEADS=heads, CHANNELS=d, PIECES=parts, WIDTH=width, STRIDE=stride, CIRCULAR=circular,
+           PLACED=origin is not None, SEGMENT=segment, EPS=eps, C=max(16, power(d // parts)), E=max(2, power(width)),
+           T=STRIPS, num_warps=4)  # fmt: skip
     return out
 
 
