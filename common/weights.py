@@ -61,9 +61,11 @@ def normed_taps(convs: Sequence[nn.Conv2d], norms: Sequence[nn.BatchNorm2d]) -> 
     and what is added, (n, k k + 1, C) in float32."""
     names = "weight", "bias", "running_mean", "running_var"
     learnt: list[list[Tensor]] = [[getattr(norm, name) for norm in norms] for name in names]
-    weights = [conv.weight for conv in convs]
+    weights, (gains, shifts, means, variances) = [conv.weight for conv in convs], learnt
 
     def make() -> Tensor:
+        if len(weights) == 3 and weights[0].shape[2:] == (3, 3) and kernels.usable(weights[0]):
+            return kernels.normed_taps(weights, gains, shifts, means, variances, norms[0].eps)
         gain, shift, mean, variance = (torch.stack(tensors).float() for tensors in learnt)  # n, C
         scale = gain * torch.rsqrt(variance + norms[0].eps)
         taps = torch.stack(weights).float().flatten(2).transpose(1, 2)  # n, k k, C

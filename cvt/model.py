@@ -332,7 +332,7 @@ class CvT(Classifier):
                 origin = stage.offset(self.projection_anchor, x, self.canonical, known)
             for block in stage.blocks:
                 tokens, ahead = self.run(block, tokens, (h, w), origin, ahead), None
-            tokens = tokens if self.token_anchor is None else written(tokens)
+            tokens = tokens if self.token_anchor is None or i == last else written(tokens)
             x = (tokens if stage.cls_token is None else tokens[:, -h * w :]).reshape(b, h, w, c)
             stages.append((x, offset))
             x = x.permute(0, 3, 1, 2)

@@ -144,8 +144,8 @@ class PoolingAttention(nn.Module):
     def forward(self, x: Tensor, origin: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
         one_pass = fits_pooled(q, self.pool_q.kernel_size, self.norm_q.weight)
-        weights = taps(self.pool_q.weight, self.pool_k.weight, self.pool_v.weight,
-                       repeats=1 if one_pass else self.num_heads)  # fmt: skip
+        weights = written(taps(self.pool_q.weight, self.pool_k.weight, self.pool_v.weight,
+                               repeats=1 if one_pass else self.num_heads))  # fmt: skip
         q = self.pool(q, weights[0], self.pool_q, self.norm_q, origin)
         k = self.pool(k, weights[1], self.pool_k, self.norm_k, origin, self.places)
         v = self.pool(v, weights[2], self.pool_v, self.norm_v, origin)

@@ -29,6 +29,8 @@ def plain(x: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     ((26, 22), 32, 16),  # several programs to an image
     ((2, 2), 48, 40),  # every window is all there is; a part is no power of two
     ((4, 6), 16, 256),
+    ((10, 16), 192, 384),  # outputs in two blocks of two parts
+    ((4, 2), 144, 258),  # a block is no power of two
 ])  # fmt: skip
 def test_convolved(size: tuple[int, int], channels: int, outputs: int, biased: bool) -> None:
     x, weight = torch.randn(3, *size, channels), torch.randn(outputs, 3, 3, channels)
@@ -87,6 +89,7 @@ def test_what_it_leaves_to_others() -> None:
             (x, torch.zeros(8, 32, 2, 2), 2, 0),
             (x, torch.zeros(8, 16, 3, 3), 2, 1),
             (x, torch.zeros(257, 32, 3, 3), 2, 1),
-            (torch.zeros(1, 4, 4, 144), torch.zeros(8, 144, 3, 3), 2, 1),
+            (x, torch.zeros(386, 32, 3, 3), 2, 1),
+            (torch.zeros(1, 4, 4, 208), torch.zeros(8, 208, 3, 3), 2, 1),
         ):
             assert not fits_convolved(tokens, kernel, stride, padding)

@@ -92,7 +92,8 @@ def trace(name: str, backend: Callable[..., Any], batch: int) -> None:
     ("a_swin_tiny", {**IMAGE, **WINDOWS, "sketched": 1, "best_phase": 2, "add_norm": 12}),
     ("a_swinv2_tiny", {**IMAGE, **WINDOWS, "sketched": 1, "best_phase": 2}),
     ("a_cvt_13", {**IMAGE, "sketched": 3, "best_phase": 3, "token_scores": 2, "token_choice": 3, "depthwise_norm": 26,
-                  "gelu": 13, "add_norm": 16, "depthwise_taps": 3, "convolution_taps": 2, "convolved": 1, "rolled": 1}),
+                  "gelu": 13, "add_norm": 16, "depthwise_taps": 3, "convolution_taps": 2, "convolved": 2,
+                  "normed_taps": 13}),
     ("a_mvitv2_tiny", {**IMAGE, "sketched": 6, "best_phase": 3, "token_scores": 2, "token_choice": 3, "pooled": 30,
                        "positioned": 10, "pooled_maximum": 3, "gelu": 10, "add_norm": 10, "pooled_taps": 5}),
 ])  # fmt: skip
@@ -353,13 +354,14 @@ def test_offsets_of_windows(monkeypatch: pytest.MonkeyPatch, size: tuple[int, in
 def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stride: int, size: tuple[int, int],
                               channels: int, norm: str | None, programs: int) -> None:  # fmt: skip
     """One pass over tokens gives what a product with all taps gives, and the readable code: in one strip of rows or in
-    many."""
+    many, which of a few channels go row by row, some images side by side."""
     readings = {c: how._replace(programs=programs) for c, how in kernels.tokens.READINGS.items()}
     monkeypatch.setattr(kernels.tokens, "READINGS", readings)
+    monkeypatch.setattr(kernels.tokens, "PROGRAMS", programs)
     anchor = ConvAnchor(score="energy" if norm is None else "signed", sketch=4)
     conv = Strided((kernel, kernel), (stride, stride), (kernel - 2, kernel - 2))
-    x = torch.randn(2, 1 + size[0] * size[1], channels)[:, 1:].unflatten(1, size)  # behind another token
-    x = x.add(torch.randn(2, *size, 1)).permute(0, 3, 1, 2) if norm == "patch" else x.permute(0, 3, 1, 2)
+    x = torch.randn(3, 1 + size[0] * size[1], channels)[:, 1:].unflatten(1, size)  # behind another token
+    x = x.add(torch.randn(3, *size, 1)).permute(0, 3, 1, 2) if norm == "patch" else x.permute(0, 3, 1, 2)
     weight, bias = torch.randn(4, channels, kernel, kernel), torch.randn(4)
     fold = Fold(weight.sum((1, 2, 3)), bias, 1e-5) if norm == "patch" else None
     launched = launches(monkeypatch, "tokens", "scores")
@@ -371,7 +373,8 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
     fast = run()
     assert torch.equal(anchor.choose(x, weight, conv, added, fold, fast=True), best_offset(fast))
     assert ("_best_phase" in launched) == (programs > 1)
-    assert "_token_scores" in launched
+    assert ("_token_rows" in launched) == (norm is None and channels <= 128)
+    assert ("_token_scores" in launched) == (programs == 1 or norm is not None or channels > 128)
     assert "_token_energies" not in launched
     with monkeypatch.context() as patch:
         patch.setattr(kernels.tokens, "READINGS", {})

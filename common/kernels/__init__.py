@@ -9,6 +9,7 @@ from .depthwise import (
     depthwise_norm,
     fits_depthwise_kernel,
     fits_depthwise_norm,
+    normed_taps,
     plain_depthwise,
 )
 from .merging import fits_merge_kernel, fits_merged_product, merged_product, rolled_merge
@@ -71,6 +72,7 @@ __all__ = [
     "in_pieces",
     "merged_product",
     "merging_weights",
+    "normed_taps",
     "packed",
     "plain_depthwise",
     "pooled",

@@ -1,5 +1,5 @@
-"""A convolution of few channels and stride 2, of tokens that begin where the anchor says: a matrix product of windows
-that are gathered as they are multiplied, without a rolled and padded copy. No gradient."""
+"""A convolution of a few hundred channels at stride 2, of tokens that begin where the anchor says: a matrix product of
+windows that are gathered as they are multiplied, without a rolled and padded copy. No gradient."""
 
 import torch
 from torch import Tensor
@@ -16,16 +16,19 @@ if AVAILABLE:
 
 __all__ = ["convolved", "fits_convolved"]
 
-TILE = {"T": 128, "K": 32, "num_warps": 8, "num_stages": 4}  # tokens and channels of a product
-CHANNELS, OUTPUTS = 128, 256  # at most: 64 to 192 channels are 420 TFLOP/s, and cuDNN makes 640 of 192 to 384
+FEW, MANY = {"T": 128, "K": 32, "num_warps": 8, "num_stages": 4}, {"T": 64, "K": 64, "num_warps": 4, "num_stages": 3}
+"""Tokens and channels of a product, of up to 128 channels and of more."""
+CHANNELS, OUTPUTS = 192, 384  # at most: of these cuDNN takes 50 us and this 58, but a rolled copy 20
+BLOCK = 256  # outputs of a program at most
 
 
 def fits_convolved(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
-    """Whether ``convolved`` takes tokens (B, H, W, C) and a convolution's weights: half precision, 16-128 channels in
-    sixteens, at most 256 outputs, 3 x 3 at stride 2 with padding 1, even sides, no gradient at all."""
+    """Whether ``convolved`` takes tokens (B, H, W, C) and a convolution's weights: half precision, 16-192 channels in
+    sixteens, at most 384 outputs, 3 x 3 at stride 2 with padding 1, even sides, no gradient at all."""
     half = x.dtype in (torch.bfloat16, torch.float16) or (INTERPRETED and x.dtype == torch.float32)
     known = tuple(weight.shape[2:]) == (3, 3) and (stride, padding) == (2, 1) and not isinstance(weight, DTensor)
-    few = weight.shape[1] == x.shape[3] <= CHANNELS and x.shape[3] % 16 == 0 and len(weight) <= OUTPUTS
+    few = weight.shape[1] == x.shape[3] <= CHANNELS and x.shape[3] % 16 == 0
+    few = few and len(weight) <= OUTPUTS and len(weight) % -(-len(weight) // BLOCK) == 0
     even = x.shape[1] % 2 == 0 and x.shape[2] % 2 == 0 and x.numel() > 0
     return usable(x) and half and known and few and even and x.is_contiguous() and not torch.is_grad_enabled()
 
@@ -37,20 +40,23 @@ if AVAILABLE:
         return tl.where(which == 0, first, tl.where(which == 1, second, third))
 
     @triton.jit
-    def _store_tokens(out, y, bias, n, limit, T: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr):
+    def _store_tokens(out, y, bias, n, limit, T: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+                      BIAS: tl.constexpr):  # fmt: skip
         i = tl.arange(0, T)
         if BIAS:
-            y += tl.load(bias + n, n < D, 0.0).to(tl.float32)[None, :]
-        keep = (i < limit)[:, None] & (n < D)[None, :]
+            y += tl.load(bias + n, n < WIDE, 0.0).to(tl.float32)[None, :]
+        keep = (i < limit)[:, None] & (n < WIDE)[None, :]
         tl.store(out + (i[:, None] * D + n[None, :]), y.to(out.dtype.element_ty), keep)
 
     @triton.jit
     def _convolved(x, offset, weight, bias, out, height, width, count, steps, BIAS: tl.constexpr,
-                   CHANNELS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, REST: tl.constexpr, T: tl.constexpr,
-                   K: tl.constexpr):  # fmt: skip
-        """T tokens by N + REST outputs: 192 are no power of two. A step is K channels of one place of the windows; the
-        compiler is not told how many there are, or it would unroll them."""
-        start = tl.program_id(0) * T
+                   CHANNELS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr, N: tl.constexpr, REST: tl.constexpr,
+                   T: tl.constexpr, K: tl.constexpr):  # fmt: skip
+        """T tokens by N + REST outputs, of which there are BLOCKS: 192 are no power of two. A step is K channels of one
+        place of the windows; the compiler is not told how many there are, or it would unroll them."""
+        WIDE: tl.constexpr = D // BLOCKS
+        start, block = tl.program_id(0) // BLOCKS * T, tl.program_id(0) % BLOCKS * WIDE
+        weight, bias, out = weight + block * (9 * CHANNELS), bias + block, out + block
         begin = start // (height // 2 * (width // 2))
         image, row, column = patch_at(tl.minimum(start + tl.arange(0, T), count - 1), height, width)
         top = around(row - 1 + tl.load(offset + 2 * image).to(tl.int32), height)
@@ -67,15 +73,15 @@ if AVAILABLE:
             token = _of_three(place // 3, top, middle, below) + _of_three(place % 3, left, centre, right)
             channel = (step - place * (CHANNELS // K)) * K
             a = tl.load(x + (token * CHANNELS + channel)[:, None] + k[None, :])
-            b = tl.load(weight + step * K + (k[:, None] + n[None, :] * (9 * CHANNELS)), (n < D)[None, :], 0.0)
+            b = tl.load(weight + step * K + (k[:, None] + n[None, :] * (9 * CHANNELS)), (n < WIDE)[None, :], 0.0)
             y = tl.dot(a, b, y)
             if REST:
-                c = tl.load(weight + step * K + (k[:, None] + m[None, :] * (9 * CHANNELS)), (m < D)[None, :], 0.0)
+                c = tl.load(weight + step * K + (k[:, None] + m[None, :] * (9 * CHANNELS)), (m < WIDE)[None, :], 0.0)
                 z = tl.dot(a, c, z)
         out += start.to(tl.int64) * D
         if REST:
-            _store_tokens(out, z, bias, m, count - start, T, D, BIAS)
-        _store_tokens(out, y, bias, n, count - start, T, D, BIAS)
+            _store_tokens(out, z, bias, m, count - start, T, D, WIDE, BIAS)
+        _store_tokens(out, y, bias, n, count - start, T, D, WIDE, BIAS)
 
 
 @operator("shift_vits::convolved")
@@ -83,10 +89,12 @@ def convolved(x: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None) ->
     """A 3 x 3 convolution at stride 2 of tokens on a torus, which begin at ``offset`` (B, 2) in [0, side): x
     (B, H, W, C), contiguous; weight (D, 3, 3, C), contiguous, of x's type; bias (D,) -> (B, H/2, W/2, D)."""
     offset, (b, h, w, c), d = offset.contiguous(), x.shape, len(weight)
-    count, k = b * (h // 2) * (w // 2), TILE["K"] if c % TILE["K"] == 0 else 16
+    tile, blocks, count = FEW if c <= 128 else MANY, -(-d // BLOCK), b * (h // 2) * (w // 2)
+    k = tile["K"] if c % tile["K"] == 0 else 16
     out = torch.empty((b, h // 2, w // 2, d), dtype=x.dtype, device=x.device)
-    n = max(16, power(d))
-    n, rest = (n // 2, n // 4) if n // 2 < d <= 3 * n // 4 and n >= 64 else (n, 0)
-    launch(_convolved, (-(-count // TILE["T"]),), x, offset, weight, weight if bias is None else bias, out, h, w,
-           count, 9 * c // k, BIAS=bias is not None, CHANNELS=c, D=d, N=n, REST=rest, **{**TILE, "K": k})  # fmt: skip
+    n = max(16, power(d // blocks))
+    n, rest = (n // 2, n // 4) if n // 2 < d // blocks <= 3 * n // 4 and n >= 64 else (n, 0)
+    launch(_convolved, (-(-count // tile["T"]) * blocks,), x, offset, weight, weight if bias is None else bias, out, h,
+           w, count, 9 * c // k, BIAS=bias is not None, CHANNELS=c, D=d, BLOCKS=blocks, N=n, REST=rest,
+           **{**tile, "K": k})  # fmt: skip
     return out

@@ -23,6 +23,7 @@ __all__ = ["best_of_tokens", "fits_token_kernel", "fits_token_scores", "in_one_p
 
 STRIP = 8  # rows that one program of ``token_energies`` takes; fewer for a few images, to leave no device idle
 LONGEST = 2048  # tokens in a strip of ``token_scores``
+PAIRS, PROGRAMS = 64, 128  # of tokens in a program of ``token_scores`` that goes row by row; of these, at least
 
 
 class Reading(NamedTuple):
@@ -215,7 +216,8 @@ if AVAILABLE:
             t = tl.where(valid[:, None], t + add, 0.0)
             energy += t * t
             direction += t
-        energy, direction = _by_phase(energy, Q, STRIDE), _by_phase(direction * toward, Q, STRIDE)
+        energy = _by_phase(energy, STRIDE, PHASE, STRIDE)
+        direction = _by_phase(direction * toward, STRIDE, PHASE, STRIDE)
         n = tl.arange(0, STRIDE)
         column = (n - n % 2 * 2 + STRIDE) % STRIDE  # the second position is the one before the first
         phase = tl.arange(0, STRIDE)[:, None] * STRIDE + column[None, :]
@@ -234,11 +236,70 @@ if AVAILABLE:
             tl.store(place + STRIDE * STRIDE, direction)
 
     @triton.jit
-    def _by_phase(score, Q: tl.constexpr, STRIDE: tl.constexpr):
-        """Sums per phase: of rows, of pairs, which alternate at stride 4, and of their two positions."""
+    def _halves(t, T: tl.constexpr, N: tl.constexpr):
+        """The first half of N columns, and the second."""
+        return tl.split(tl.permute(tl.reshape(t, [T, 2, N // 2]), [0, 2, 1]))
+
+    @triton.jit
+    def _token_rows(x, taps, bias, wave, out, images, parts, stride_b, step, HEIGHT: tl.constexpr, HALF: tl.constexpr,
+                    CHANNELS: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
+                    ROWS: tl.constexpr, SLOT: tl.constexpr, T: tl.constexpr, P: tl.constexpr):  # fmt: skip
+        """The same without a norm, row by row: T pairs are a row, HALF of SLOT, of as many images as there is room for.
+        What rows above have added to a sum is taken along, what goes to the right changes hands: nothing is put
+        anywhere."""
+        N: tl.constexpr = 32 if SIDE == 2 else 64
+        CHUNKS: tl.constexpr = 3 if CHANNELS % 3 == 0 else 1
+        K: tl.constexpr = 2 * CHANNELS // CHUNKS
+        IMAGES: tl.constexpr = T // SLOT
+        group, first = tl.program_id(0) // parts, tl.program_id(0) % parts * ROWS
+        i, k, m, n = tl.arange(0, T), tl.arange(0, K), tl.arange(0, 8), tl.arange(0, N)
+        image, column = group * IMAGES + i // SLOT, tl.minimum(i % SLOT, HALF - 1)
+        there, image = (image < images) & (i % SLOT < HALF), tl.minimum(image, images - 1)
+        left = i - i % SLOT + tl.where(column == 0, HALF - 1, column - 1)
+        left = left[:, None] + tl.zeros([T, 8], tl.int32)
+        line = x + image.to(tl.int64)[:, None] * stride_b + (column * (2 * CHANNELS))[:, None] + k[None, :]
+        weights = taps + k[:, None] * N + n[None, :]
+        b0 = tl.load(weights)
+        b1, b2 = b0, b0
+        if CHUNKS > 1:
+            b1, b2 = tl.load(weights + K * N), tl.load(weights + 2 * K * N)
+        add, energies, directions = _four_sums(bias, m, step, PARTS, P), (), ()
+        for _ in tl.static_range(STRIDE):
+            energies = energies + (tl.zeros([T, 8], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+            directions = directions + (tl.zeros([T, 8], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        t1, t2 = tl.zeros([T, 16], tl.float32), tl.zeros([T, 16], tl.float32)  # of the next rows, so far
+        for row in range(first - (SIDE - 2), first + ROWS + 1):
+            here = line + around(row, HEIGHT) * (2 * HALF * CHANNELS)
+            top, below = _halves(_times(here, True, b0, b1, b2, CHUNKS, K), T, N)
+            if SIDE == 3:
+                top, middle = _halves(top, T, 32)
+                below, _none = _halves(below, T, 32)
+                t, t1, t2 = t1 + below, t2 + middle, top
+            else:
+                t, t1 = t1 + below, top
+            right, stays = _halves(t, T, 16)
+            t = stays + tl.gather(right, left, 0) + add
+            for phase in tl.static_range(STRIDE):  # of the row before, which is complete
+                keep = (there & (row > first) & ((row - 1) % STRIDE == phase))[:, None]
+                value = tl.where(keep, t, 0.0)
+                energies = energies[1:] + (energies[0] + value * value,)  # type: ignore[assignment, misc]  # noqa: RUF005
+                directions = directions[1:] + (directions[0] + value,)  # type: ignore[assignment, misc]  # noqa: RUF005
+        toward = tl.load(wave + m % 4)[None, :] * (2.0 / 4) ** 0.5
+        image, n = group * IMAGES + tl.arange(0, IMAGES), tl.arange(0, STRIDE)
+        place = out + ((image * parts + tl.program_id(0) % parts) * (2 * STRIDE * STRIDE))[:, None]
+        place += ((n - n % 2 * 2 + STRIDE) % STRIDE)[None, :]  # the second position is the one before the first
+        for phase in tl.static_range(STRIDE):
+            energy = _by_phase(energies[phase], IMAGES, SLOT, STRIDE)
+            direction = _by_phase(directions[phase] * toward, IMAGES, SLOT, STRIDE)
+            tl.store(place + phase * STRIDE, energy, (image < images)[:, None])
+            tl.store(place + (STRIDE + phase) * STRIDE, direction, (image < images)[:, None])
+
+    @triton.jit
+    def _by_phase(score, GROUPS: tl.constexpr, SLOT: tl.constexpr, STRIDE: tl.constexpr):
+        """Sums per group of SLOT pairs and phase: of pairs, which alternate at stride 4, and of their two positions."""
         ALTERNATE: tl.constexpr = STRIDE // 2
-        score = tl.sum(tl.reshape(score, [STRIDE, Q // STRIDE // ALTERNATE, ALTERNATE * 8]), 1)
-        return tl.sum(tl.reshape(score, [STRIDE, STRIDE, 4]), 2)
+        score = tl.sum(tl.reshape(score, [GROUPS, SLOT // ALTERNATE, ALTERNATE * 8]), 1)
+        return tl.sum(tl.reshape(score, [GROUPS, STRIDE, 4]), 2)
 
 
 @operator("shift_vits::token_energies")
@@ -276,6 +337,8 @@ def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
     colsum (4,) or, to be summed, (n, 4), of equal strides; sums and squares (B, H, W), float32
     -> (B, parts, 2, stride, stride), to be summed over the parts.
     """
+    if colsum is None and x.shape[3] <= 128 and x.shape[2] <= 2 * PAIRS:
+        return _by_rows(x, taps, bias, wave, side, stride)
     return _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, False, False)
 
 
@@ -321,6 +384,20 @@ def _score(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor |
            STRIDE=stride, NORM=colsum is not None, EPS=eps, PARTS=parts, CHOOSE=choose, SIGNED=signed, ROWS=rows,
            T=how.pairs, CHUNK=how.chunk, Q=32 * how.warps, P=power(parts), num_warps=how.warps,
            num_stages=how.stages)  # fmt: skip
+    return out
+
+
+def _by_rows(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, side: int, stride: int) -> Tensor:
+    """``token_scores`` of a few channels without a norm."""
+    b, h, w, c = x.shape
+    slot, parts = power(w // 2), bias.numel() // 4
+    groups = -(-b * slot // PAIRS)
+    long = [n for n in range(h, stride, -stride) if h % n == 0 and groups * h // n >= PROGRAMS]
+    rows = long[0] if long else stride
+    out = torch.empty((b, h // rows, 2, stride, stride), dtype=torch.float32, device=x.device)
+    launch(_token_rows, (groups * h // rows,), x, taps, bias, wave, out, b, h // rows, x.stride(0), bias.stride(0),
+           HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side, STRIDE=stride, PARTS=parts, ROWS=rows, SLOT=slot, T=PAIRS,
+           P=power(parts), num_warps=4, num_stages=min(6, 384 // c))  # fmt: skip
     return out
 
 
