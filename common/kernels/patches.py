@@ -28,14 +28,15 @@ if AVAILABLE:
 __all__ = ["all_phases", "fits_image_phases", "fits_image_tokens", "image_phases", "image_tokens", "in_pieces"]
 
 PLANES = 64  # places of a window in planes, multiplied at once
-TOKENS: dict[str, Any] = {"places": (32, 128), "bands": 2, "cells": 64, "rows": (19, 28), "settled": 3, "wide": 128,
-                          "num_warps": 4, "num_stages": (2, 2), "ahead": 64}  # fmt: skip
-PHASES: dict[str, Any] = {"places": (32, 32), "bands": 3, "cells": 64, "rows": (28, 28), "settled": 2, "wide": 64,
-                          "num_warps": 4, "num_stages": (3, 3), "ahead": 64}  # fmt: skip
-"""Places of a window in a packed image, multiplied at once, in a program that has few sums in registers, or many; bands
-of it at most; cells in a product; rows of them in a program, few sums or many; how many bands make a program wait for
-the sums that it takes along: where these change places, compilers else let no two products overlap; outputs that take
-twice the warps; rows that are on their way, few sums or many, and outputs that take one more."""
+TOKENS: dict[str, Any] = {"places": (32, 64), "lines": True, "bands": 2, "cells": 64, "rows": (19, 28), "settled": 3,
+                          "wide": 128, "num_warps": 4, "num_stages": (2, 2), "ahead": 64}  # fmt: skip
+PHASES: dict[str, Any] = {"places": (32, 32), "lines": False, "bands": 3, "cells": 64, "rows": (28, 28), "settled": 2,
+                          "wide": 64, "num_warps": 4, "num_stages": (3, 3), "ahead": 64}  # fmt: skip
+"""Places of a window in a packed image, multiplied at once, in a program that has few sums in registers, or many;
+whether its lines are read up to a power of two, where that is less than a third more; bands of it at most; cells in a
+product; rows of them in a program, few sums or many; how many bands make a program wait for the sums that it takes
+along: where these change places, compilers else let no two products overlap; outputs that take twice the warps; rows
+that are on their way, few sums or many, and outputs that take one more."""
 BATCH = 128  # images whose programs fill a GPU: of fewer, each takes fewer rows
 MEMORY = 200_000  # bytes, of a program
 
@@ -61,17 +62,19 @@ def _pieces(channels: int, near: bool, size: int, stride: int, outputs: int, how
     """How windows of size x size pixels are read, ``near`` if they are packed. If it takes no more bands than given, in
     bands of ``stride`` rows: a band is read once for all the windows that it is a part of.
 
-    A band of a ``packed`` image is read row by row and pixel by pixel, in STEPS pieces of K numbers and one of TAIL, or
-    none, all powers of two: with no more than is needed, two programs fit where one did.
+    A band of a ``packed`` image is read line by line, LINE pixels each, in STEPS pieces of K numbers and one of TAIL,
+    or none, all powers of two. A piece of whole lines is read faster; with no more than is needed, more programs fit.
     """
     if not near:
-        return {"K": PLANES, "STEPS": -(-(size**2) * channels // PLANES), "TAIL": 0, "BAND": size, "BANDS": 1}
+        pieces = -(-(size**2) * channels // PLANES)
+        return {"K": PLANES, "STEPS": pieces, "TAIL": 0, "LINE": size, "BAND": size, "BANDS": 1}
     band, count = (stride, -(-size // stride)) if stride < size <= how["bands"] * stride else (size, 1)
-    numbers = band * size * power(channels)
+    line = power(size) if how["lines"] and 4 * size > 3 * power(size) else size
+    numbers = band * line * power(channels)
     k = max(16, min(how["places"][_many(outputs, count)], power(numbers)))
     steps, left = divmod(numbers, k)
     tail = max(16, power(left)) if left else 0
-    return {"K": k, "STEPS": steps + (tail == k), "TAIL": tail % k, "BAND": band, "BANDS": count}
+    return {"K": k, "STEPS": steps + (tail == k), "TAIL": tail % k, "LINE": line, "BAND": band, "BANDS": count}
 
 
 def _length(cut: dict[str, int]) -> int:
@@ -101,7 +104,7 @@ def in_pieces(weight: Tensor, x: Tensor, stride: int, phases: bool = False) -> T
         weight = weight.flatten(1).T
         return F.pad(weight, (0, 0, 0, _length(cut) - len(weight))).contiguous()
     weight = weight.permute(2, 3, 1, 0)
-    weight = F.pad(weight, (0, 0, 0, c - x.shape[1], 0, 0, 0, cut["BANDS"] * cut["BAND"] - size))
+    weight = F.pad(weight, (0, 0, 0, c - x.shape[1], 0, cut["LINE"] - size, 0, cut["BANDS"] * cut["BAND"] - size))
     weight = weight.unflatten(0, (-1, cut["BAND"])).flatten(1, 3)  # bands, (row, column, channel), outputs
     return F.pad(weight, (0, 0, 0, _length(cut) - weight.shape[1])).flatten(0, 1).contiguous()
 
@@ -128,14 +131,14 @@ if AVAILABLE:
     def _piece(x, i, j, step: tl.constexpr, down, right, height, width, sc, sh, SW: tl.constexpr, SIZE: tl.constexpr,
                STRIDE: tl.constexpr, PAD: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr,
                PACKED: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr,
-               TAIL: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
+               TAIL: tl.constexpr, LINE: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
         """A piece of the band of each cell in the row i, as ``in_pieces`` has them, of an image that begins at
         (down, right). Columns are the same in all rows: a compiler takes what depends on them out of a loop."""
         BEYOND: tl.constexpr = PAD > 0 or SIZE > STRIDE  # windows reach over the sides
         k = step * K + tl.arange(0, K if step < STEPS else TAIL)
         if PACKED:
-            row, column = k // (SIZE * C), k // C % SIZE
-            row = tl.where(row < BAND, row, BAND - 1)
+            row, column = k // (LINE * C), k // C % LINE
+            row, column = tl.where(row < BAND, row, BAND - 1), tl.where(column < SIZE, column, SIZE - 1)
             keep = (k >= 0)[None, :]  # all: beyond a window weights are zero
         else:
             row, column, channel = k // SIZE % SIZE, k % SIZE, k // (SIZE * SIZE)
@@ -185,10 +188,10 @@ if AVAILABLE:
     def _image_tokens(x, offset, weights, bias, gain, shift, wave, out, moments, height, width, parts, blocks, sb, sc,
                       sh, SW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
                       CIRCULAR: tl.constexpr, PLACED: tl.constexpr, PACKED: tl.constexpr, CHANNELS: tl.constexpr,
-                      C: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, TAIL: tl.constexpr, BAND: tl.constexpr,
-                      BANDS: tl.constexpr, SETTLED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-                      EPS: tl.constexpr, MOMENTS: tl.constexpr, OUTPUTS: tl.constexpr, N: tl.constexpr,
-                      REST: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                      C: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, TAIL: tl.constexpr, LINE: tl.constexpr,
+                      BAND: tl.constexpr, BANDS: tl.constexpr, SETTLED: tl.constexpr, BIAS: tl.constexpr,
+                      NORM: tl.constexpr, EPS: tl.constexpr, MOMENTS: tl.constexpr, OUTPUTS: tl.constexpr,
+                      N: tl.constexpr, REST: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
         """Some rows of cells of an image by N + REST outputs: 96 are no power of two, and 128 would be a quarter idle.
         A program begins one band early, with that part of its first windows, if they have two."""
         image, rows, across = tl.program_id(0) // parts, height // STRIDE, width // STRIDE
@@ -211,7 +214,8 @@ if AVAILABLE:
                 t, u, t1, u1 = t1, u1, t, u
             for step in tl.static_range(PIECES):
                 a = _piece(x, band, j, step, down, right, height, width, sc, sh, SW, SIZE, STRIDE, PAD, CIRCULAR,
-                           PLACED, PACKED, CHANNELS, C, K, STEPS, TAIL, BAND).to(weights.dtype.element_ty)  # fmt: skip
+                           PLACED, PACKED, CHANNELS, C, K, STEPS, TAIL, LINE,
+                           BAND).to(weights.dtype.element_ty)  # fmt: skip
                 if BANDS == 2:
                     t1 = tl.dot(a, b[step], t1)
                     if REST:
@@ -247,8 +251,8 @@ if AVAILABLE:
     def _image_phases(x, offset, weights, bias, wave, out, height, width, parts, blocks, sb, sc, sh, SW: tl.constexpr,
                       SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, PLACED: tl.constexpr,
                       PACKED: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-                      STEPS: tl.constexpr, TAIL: tl.constexpr, BAND: tl.constexpr, BANDS: tl.constexpr,
-                      SETTLED: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
+                      STEPS: tl.constexpr, TAIL: tl.constexpr, LINE: tl.constexpr, BAND: tl.constexpr,
+                      BANDS: tl.constexpr, SETTLED: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
                       ROWS: tl.constexpr):  # fmt: skip
         """Some rows of cells of an image: energy and direction of the outputs at each phase, summed.
 
@@ -271,12 +275,12 @@ if AVAILABLE:
                 t, t2 = t2, t
             for step in tl.static_range(PIECES):
                 a = _piece(x, band, j, step, down, right, height, width, sc, sh, SW, SIZE, STRIDE, PAD, True, PLACED,
-                           PACKED, CHANNELS, C, K, STEPS, TAIL, BAND).to(weights.dtype.element_ty)  # fmt: skip
+                           PACKED, CHANNELS, C, K, STEPS, TAIL, LINE, BAND).to(weights.dtype.element_ty)  # fmt: skip
                 if BANDS == 3:
                     t2 = tl.dot(a, b[step], t2)
                 if BANDS >= 2:
                     t1 = tl.dot(a, b[(BANDS - 2) * PIECES + step], t1)
-                if not PACKED or (BANDS - 1) * BAND + step * K // (SIZE * C) < SIZE:  # else all are zero
+                if not PACKED or (BANDS - 1) * BAND + step * K // (LINE * C) < SIZE:  # else all are zero
                     t = tl.dot(a, b[(BANDS - 1) * PIECES + step], t)  # waited for, so last
             if BANDS >= SETTLED:
                 t1, t2 = t1 + 0.0, t2 + 0.0

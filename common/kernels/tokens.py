@@ -359,8 +359,10 @@ def token_choice(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
 
 
 def _rows(x: Tensor, stride: int) -> int:
-    """Of one strip: as many as leave enough programs."""
+    """Of one strip: all if they are one product, else as many as leave enough programs."""
     b, h, w, c = x.shape
+    if h * w <= 2 * READINGS[c].pairs:
+        return h
     for n in range(h, stride, -stride):
         if h % n == 0 and b * h // n >= READINGS[c].programs and n * w <= LONGEST:
             return n
