@@ -37,7 +37,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {  # preset -> section -> settin
     "memory": {"train": {"mode": "train", "batch_size": 64}, "inference": {"batch_size": 64}},
     "scaling": {f"x{k}": {"precision": "bf16", "compile": True} for k in (1, 2, 4)},
     "speed": {
-        "inference": {"precision": "bf16", "compile": True},
+        "inference": {"precision": "bf16", "compile": True, "compile_mode": "reduce-overhead"},
+        "compiled": {"precision": "bf16", "compile": True},
         "train": {"precision": "bf16", "compile": True, "mode": "train", "batch_size": 256},
         "eager": {"precision": "bf16"},
         "latency": {"precision": "bf16", "compile": True, "compile_mode": "reduce-overhead", "batch_size": 1},
@@ -107,7 +108,11 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=[], help="the same, as a flag")
     parser.add_argument("--preset", choices=PRESETS)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="of a preset")
-    parser.add_argument("--sections", nargs="+", help="of a preset: speed has inference, train, eager and latency")
+    parser.add_argument(
+        "--sections",
+        nargs="+",
+        help="of a preset: speed has inference (with CUDA graphs), compiled (without), train, eager and latency",
+    )
     parser.add_argument("--mode", choices=MODES)
     parser.add_argument("--batch_size", type=int, help="128 where a preset does not say otherwise")
     parser.add_argument("--img_size", type=int, help="each model's own by default")
