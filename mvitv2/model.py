@@ -149,7 +149,7 @@ class PoolingAttention(nn.Module):
         q = self.pool(q, weights[0], self.pool_q, self.norm_q, origin)
         k = self.pool(k, weights[1], self.pool_k, self.norm_k, origin, self.places)
         v = self.pool(v, weights[2], self.pool_v, self.norm_v, origin)
-        v = v if one_pass else F.pad(v, (0, self.places.shape[1]))  # as wide as keys: cuDNN alone has no need of it
+        v = v if one_pass else F.pad(v, (0, self.places.shape[1]))  # flash attention wants all as wide; cuDNN does not
         x = F.scaled_dot_product_attention(self.with_positions(q), k, v, scale=q.shape[-1] ** -0.5)
         x = x[..., : q.shape[-1]] + q
         x = x.transpose(1, 2).reshape(x.shape[0], len(self.rows), len(self.columns), -1)

@@ -1,6 +1,8 @@
 """A convolution of a few hundred channels at stride 2, of tokens that begin where the anchor says: a matrix product of
 windows that are gathered as they are multiplied, without a rolled and padded copy. No gradient."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -90,7 +92,7 @@ def convolved(x: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None) ->
     (B, H, W, C), contiguous; weight (D, 3, 3, C), contiguous, of x's type; bias (D,) -> (B, H/2, W/2, D)."""
     offset, (b, h, w, c), d = offset.contiguous(), x.shape, len(weight)
     tile, blocks, count = FEW if c <= 128 else MANY, -(-d // BLOCK), b * (h // 2) * (w // 2)
-    k = tile["K"] if c % tile["K"] == 0 else 16
+    k = math.gcd(c, tile["K"])
     out = torch.empty((b, h // 2, w // 2, d), dtype=x.dtype, device=x.device)
     n = max(16, power(d // blocks))
     n, rest = (n // 2, n // 4) if n // 2 < d // blocks <= 3 * n // 4 and n >= 64 else (n, 0)

@@ -48,13 +48,14 @@ def fits_positioned(q: Tensor) -> bool:
 if AVAILABLE:
 
     @triton.jit
-    def _pooled(x, weight, gain, shift, tail, origin, out, height, width, rows, columns, segments, count, heads,
-                stride_b, stride_h, stride_w, CHANNELS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-                STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr, SEGMENT: tl.constexpr,
-                EPS: tl.constexpr, C: tl.constexpr, E: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    def _pooled(x, weight, gain, shift, tail, origin, out, height, width, rows, columns, segments, count, stride_b,
+                stride_h, stride_w, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PIECES: tl.constexpr,
+                WIDTH: tl.constexpr, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr,
+                SEGMENT: tl.constexpr, EPS: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+                T: tl.constexpr):  # fmt: skip
         """T strips of outputs of one head, whose channels are one piece of C, or three: 96 are three of 32."""
         RAGGED: tl.constexpr = PIECES == 1 and CHANNELS != C
-        head, t, c = tl.program_id(0) % heads, tl.program_id(0) // heads * T + tl.arange(0, T), tl.arange(0, C)
+        head, t, c = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS * T + tl.arange(0, T), tl.arange(0, C)
         real = c < CHANNELS // PIECES
         image, h, w = _strip(tl.minimum(t, count - 1), rows, segments, SEGMENT)
         tokens, there, z = _rows(x + head * CHANNELS, origin, image, h, w, height, stride_b, stride_h, STRIDE, CIRCULAR,
@@ -64,7 +65,7 @@ if AVAILABLE:
             taps = taps + _taps(weight + n * C, c, real, 9, CHANNELS, RAGGED, T)
             gains = gains + _taps(gain + n * C, c, real, 1, CHANNELS, RAGGED, T)
             shifts = shifts + _taps(shift + n * C, c, real, 1, CHANNELS, RAGGED, T)
-        place = ((image * heads + head) * (rows * columns) + (h * columns + w)) * (CHANNELS + WIDTH)
+        place = ((image * HEADS + head) * (rows * columns) + (h * columns + w)) * (CHANNELS + WIDTH)
         left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
         middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
         results = ()
@@ -154,8 +155,8 @@ def pooled(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, eps: float, s
     parts, (segment, segments) = pieces(d), split(columns, LONGEST)
     count = b * rows * segments
     launch(_pooled, (-(-count // STRIPS) * heads,), x, weight, gain, shift, weight if tail is None else tail,
-           weight if origin is None else origin, out, h, w, rows, columns, segments, count, heads,
-           *x.stride()[:3], CHANNELS=d, PIECES=parts, WIDTH=width, STRIDE=stride, CIRCULAR=circular,
+           weight if origin is None else origin, out, h, w, rows, columns, segments, count, *x.stride()[:3],
+           HEADS=heads, CHANNELS=d, PIECES=parts, WIDTH=width, STRIDE=stride, CIRCULAR=circular,
            PLACED=origin is not None, SEGMENT=segment, EPS=eps, C=max(16, power(d // parts)), E=max(2, power(width)),
            T=STRIPS, num_warps=4)  # fmt: skip
     return out
