@@ -40,6 +40,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="run by test_interpreter.py, in a process of its own"))
 
 
+@pytest.fixture(autouse=True)
+def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an interpreter, which takes as long for a short program as for a long one: weights of anchors are mixed in
+    few, but where just that is tested."""
+    if kernels.INTERPRETED and request.path.stem != "test_sketching" and "weights" not in request.node.name:
+        for name in ("COLUMNS", "POOLED"):
+            monkeypatch.setattr(kernels.sketching, name, 256)
+
+
 def both(monkeypatch: pytest.MonkeyPatch, f: Callable[[], Any]) -> tuple[Any, Any]:
     """A result with kernels, and without."""
     fast = f()

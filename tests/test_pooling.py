@@ -25,11 +25,11 @@ def tokens(size: tuple[int, int], channels: int) -> Tensor:
 def test_choices(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride_kv: int, out_dim: int) -> None:
     """The same phases are chosen, and a block makes the same of what its anchor hands it."""
     anchor, modulus = PoolAnchor(sketch=4), max(stride_q, stride_kv)
-    block = MViTv2Block(dim=32, out_dim=out_dim, size=(8, 16), num_heads=2, stride_q=stride_q, stride_kv=stride_kv,
+    block = MViTv2Block(dim=32, out_dim=out_dim, size=(8, 8), num_heads=2, stride_q=stride_q, stride_kv=stride_kv,
                         mlp_ratio=2.0, drop_path=0.0, padding_mode="circular", circular=True,
                         modulus=modulus)  # fmt: skip
     randomize(block)
-    x = tokens((8, 16), 32)
+    x = tokens((8, 8), 32)
     with torch.no_grad():
         offset = anchor.offset(x, block, fast=True)
         assert torch.equal(offset, anchor.offset(x, block, fast=True, normed=block.norm1(x)))
