@@ -146,22 +146,22 @@ class PoolingAttention(nn.Module):
         one_pass = fits_pooled(q, self.pool_q.kernel_size, self.norm_q.weight)
         weights = written(taps(self.pool_q.weight, self.pool_k.weight, self.pool_v.weight,
                                repeats=1 if one_pass else self.num_heads))  # fmt: skip
-        q = self.pool(q, weights[0], self.pool_q, self.norm_q, origin)
-        k = self.pool(k, weights[1], self.pool_k, self.norm_k, origin, self.places)
-        v = self.pool(v, weights[2], self.pool_v, self.norm_v, origin)
+        q = self.pool(q, weights[0], one_pass, self.pool_q, self.norm_q, origin)
+        k = self.pool(k, weights[1], one_pass, self.pool_k, self.norm_k, origin, self.places)
+        v = self.pool(v, weights[2], one_pass, self.pool_v, self.norm_v, origin)
         v = v if one_pass else F.pad(v, (0, self.places.shape[1]))  # flash attention wants all as wide; cuDNN does not
         x = F.scaled_dot_product_attention(self.with_positions(q), k, v, scale=q.shape[-1] ** -0.5)
         x = x[..., : q.shape[-1]] + q
         x = x.transpose(1, 2).reshape(x.shape[0], len(self.rows), len(self.columns), -1)
         return self.proj(x)
 
-    def pool(self, x: Tensor, weight: Tensor, conv: nn.Conv2d, norm: nn.LayerNorm, origin: Tensor | None,
-             tail: Tensor | None = None) -> Tensor:  # fmt: skip
+    def pool(self, x: Tensor, weight: Tensor, one_pass: bool, conv: nn.Conv2d, norm: nn.LayerNorm,
+             origin: Tensor | None, tail: Tensor | None = None) -> Tensor:  # fmt: skip
         """Pool every head by the same kernel, normalise, and put the channels of ``tail`` (H/s W/s, n) beside:
-        (B, H, W, heads d), ``weight`` (k, k, d), or (k, k, heads d) where no kernel does it all
+        (B, H, W, heads d), ``weight`` (k, k, d) for ``one_pass``, else (k, k, heads d)
         -> (B, heads, H/s W/s, d + n)."""
         stride, circular = conv.stride[0], conv.padding_mode == "circular"
-        if fits_pooled(x, conv.kernel_size, norm.weight):
+        if one_pass:
             return pooled(x, weight, norm.weight, norm.bias, norm.eps, stride, circular, tail, origin)
         x = depthwise(x, weight, stride, circular, origin).unflatten(3, (self.num_heads, -1))
         x = norm(x).to(x.dtype).flatten(1, 2).transpose(1, 2)

@@ -252,7 +252,7 @@ def test_positions_as_channels() -> None:
         nn.init.normal_(table)
     x = torch.randn(2, 8, 12, 12, dtype=torch.float64)
     pools = ((attn.pool_q, attn.norm_q), (attn.pool_k, attn.norm_k), (attn.pool_v, attn.norm_v))
-    q, k, v = (attn.pool(t, taps(conv.weight, repeats=2)[0], conv, norm, None)
+    q, k, v = (attn.pool(t, taps(conv.weight, repeats=2)[0], False, conv, norm, None)
                for t, (conv, norm) in zip(attn.qkv(x).chunk(3, -1), pools, strict=True))  # fmt: skip
     grid = q.unflatten(2, (8, 12))
     along_h = torch.einsum("bnhwd,hkd->bnhwk", grid, attn.rel_pos_h[attn.rows])

@@ -118,6 +118,15 @@ if AVAILABLE:
             tl.store(place + STRIDE * STRIDE + b, tl.sum(tl.where(here, directions, 0.0), 1))
 
     @triton.jit
+    def _chunks(weights, CHUNKS: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+        """Taps in 1 or 3 chunks of K channels."""
+        b0 = tl.load(weights)
+        b1, b2 = b0, b0
+        if CHUNKS > 1:
+            b1, b2 = tl.load(weights + K * N), tl.load(weights + 2 * K * N)
+        return b0, b1, b2
+
+    @triton.jit
     def _times(line, keep, b0, b1, b2, CHUNKS: tl.constexpr, K: tl.constexpr):
         """Tokens by taps, in 1 or 3 chunks of channels."""
         y = tl.dot(tl.load(line, keep, 0.0), b0)
@@ -158,11 +167,7 @@ if AVAILABLE:
         y_here = products + tl.program_id(0).to(tl.int64) * (COUNT * 16 * SIDE)
         if CHUNK == 0:
             k = tl.arange(0, K)
-            weights = taps + k[:, None] * N + n[None, :]
-            b0 = tl.load(weights)
-            b1, b2 = b0, b0
-            if CHUNKS > 1:
-                b1, b2 = tl.load(weights + K * N), tl.load(weights + 2 * K * N)
+            b0, b1, b2 = _chunks(taps + k[:, None] * N + n[None, :], CHUNKS, K, N)
             for tile in range((COUNT + T - 1) // T):
                 at = tile * T + i
                 keep = (at < COUNT)[:, None]
@@ -258,11 +263,7 @@ if AVAILABLE:
         left = i - i % SLOT + tl.where(column == 0, HALF - 1, column - 1)
         left = left[:, None] + tl.zeros([T, 8], tl.int32)
         line = x + image.to(tl.int64)[:, None] * stride_b + (column * (2 * CHANNELS))[:, None] + k[None, :]
-        weights = taps + k[:, None] * N + n[None, :]
-        b0 = tl.load(weights)
-        b1, b2 = b0, b0
-        if CHUNKS > 1:
-            b1, b2 = tl.load(weights + K * N), tl.load(weights + 2 * K * N)
+        b0, b1, b2 = _chunks(taps + k[:, None] * N + n[None, :], CHUNKS, K, N)
         add, energies, directions = _four_sums(bias, m, step, PARTS, P), (), ()
         for _ in tl.static_range(STRIDE):
             energies = energies + (tl.zeros([T, 8], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
@@ -359,14 +360,15 @@ def token_choice(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
 
 
 def _rows(x: Tensor, stride: int) -> int:
-    """Of one strip: all if they are one product, else as many as leave enough programs."""
+    """Of one strip of ``_token_scores``: all if they are one product."""
     b, h, w, c = x.shape
-    if h * w <= 2 * READINGS[c].pairs:
-        return h
-    for n in range(h, stride, -stride):
-        if h % n == 0 and b * h // n >= READINGS[c].programs and n * w <= LONGEST:
-            return n
-    return stride
+    return h if h * w <= 2 * READINGS[c].pairs else _cut(h, stride, b, READINGS[c].programs, LONGEST // w)
+
+
+def _cut(height: int, stride: int, strips: int, programs: int, most: int) -> int:
+    """Rows of a strip, whole strides of them: as many as leave enough programs, of so many strips side by side."""
+    rows = range(min(height, most) // stride * stride, stride, -stride)
+    return next((n for n in rows if height % n == 0 and strips * height // n >= programs), stride)
 
 
 def _score(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
@@ -394,8 +396,7 @@ def _by_rows(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, side: int, str
     b, h, w, c = x.shape
     slot, parts = power(w // 2), bias.numel() // 4
     groups = -(-b * slot // PAIRS)
-    long = [n for n in range(h, stride, -stride) if h % n == 0 and groups * h // n >= PROGRAMS]
-    rows = long[0] if long else stride
+    rows = _cut(h, stride, groups, PROGRAMS, h)
     out = torch.empty((b, h // rows, 2, stride, stride), dtype=torch.float32, device=x.device)
     launch(_token_rows, (groups * h // rows,), x, taps, bias, wave, out, b, h // rows, x.stride(0), bias.stride(0),
            HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side, STRIDE=stride, PARTS=parts, ROWS=rows, SLOT=slot, T=PAIRS,
