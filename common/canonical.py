@@ -9,12 +9,16 @@ Any o with o(roll(x, s)) = o(x) - s would do. This one, with fixed random kernel
 
     g[h, w] = polynomial in 37 of the channels' round(1024 x), modulo the prime 2039   what a pixel is
     d[h]    = sum_w g[h, w]                                                            what a row is, wherever it begins
-    rows    = those with the largest sum_i d[i] y[i - h]                               as a rule there is one
-    o       = argmax_(h in rows, w) sum_ij g[i, j] y[i - h] z[j - w]
+    rows    = those with the largest d[h] - d[h - 1]                                   as a rule there is one
+              or, of several, those of them with the largest sum_i d[i] y[i - h]
+    s[h, w] = sum_i g[i, w] y[i - h], h in rows                                        what a column is from there
+    o       = the place with the largest s[h, w] - s[h, w - 1]                         as a rule there is one
+              or, of several, the one with the largest sum_ij g[i, j] y[i - h] z[j - w]
 
-Whatever d is, this holds: it only saves us the last line at all rows. That is a hash, of 40 bits and more, of all that
-is seen from a place. So places tie where the torus looks the same from both, and hardly ever else; the first of these
-is taken, and all give one array. An image such as a checkerboard has many best rows, and takes longer.
+Whatever d and s are, this holds: they only save us the last line at all places. That is a hash, of 40 bits and more, of
+all that is seen from a place. So places tie where the torus looks the same from both, and hardly ever else; the first
+of these is taken, and all give one array. Steps, since what is flat, such as a border, has none: with d and s alone its
+rows and columns would often tie. An image such as a checkerboard has many best rows, and takes longer.
 
 What is read as one colour is not told apart: values that differ by less than 1/1024 or by a multiple of 256, and by
 accident one pair of colours in 2,039. An image that repeats but for such differences may come to rest at any repeat.
@@ -78,13 +82,15 @@ class Canonical(nn.Module):
             return self._choose(x.cpu()).to(x.device)
         g, width = read(x), x.shape[3]
         rows, columns = (self._circulant(which, side) for which, side in enumerate(x.shape[2:]))
-        best = (g.sum(2).long()[:, None] * rows).sum(2)  # B, H
-        best = best == best.amax(1, keepdim=True)
+        d = g.sum(2).long()  # B, H
+        best = largest(d - d.roll(1, 1), torch.ones_like(d, dtype=torch.bool))
+        best = largest((d[:, None] * rows).sum(2), best)
         seen = rows.double() @ g.double()  # B, H, W: below 2^36, in two digits then, as sums of 2^53 are exact
+        near = largest((seen - seen.roll(1, 2)).flatten(1), best.repeat_interleave(width, 1))
         upper = (seen * 2**-18).floor()
         upper, lower = ((digit @ columns.T.double()).long() for digit in (upper, seen - upper * 2**18))
-        scores = torch.where(best[:, :, None], upper * 2**18 + lower, torch.iinfo(torch.int64).min)
-        place = scores.flatten(1).argmax(1)
+        scores = torch.where(near, (upper * 2**18 + lower).flatten(1), torch.iinfo(torch.int64).min)
+        place = scores.argmax(1)
         return torch.stack([place // width, place % width], 1)
 
     def _circulant(self, which: int, n: int) -> Tensor:
@@ -116,3 +122,10 @@ def residue(t: Tensor) -> Tensor:
     """Whole numbers up to 2^18 in float32 modulo the prime, less half of it. The quotient is taken half a step off
     whole numbers, so that its rounding does not matter."""
     return t - (t + 0.5).mul_(1 / PRIME).floor_().mul_(PRIME) - HALF
+
+
+def largest(scores: Tensor, among: Tensor) -> Tensor:
+    """Where scores (B, n) are largest, among the places given: masks (B, n)."""
+    least = -torch.inf if scores.is_floating_point() else torch.iinfo(scores.dtype).min
+    scores = torch.where(among, scores, least)
+    return among & (scores == scores.amax(1, keepdim=True))

@@ -16,9 +16,8 @@ __all__ = ["BASE", "HALF", "PRIME", "canonical_offset", "fits_canonical_kernel"]
 
 PRIME, BASE = 2039, 37  # integers modulo the prime are exact in float16; 37 generates half of them at least
 HALF = PRIME // 2
-COPIES = 8  # of the rings: numbers per load
-TILES = {"read": 1024, "read warps": 8, "steps": 8, "choose warps": 8, "side": 256}
-"""Pixels per program of ``_read``; loads under way in ``_turn``; rows and columns at a time of ``_choose``."""
+TILES = {"read": 1024, "read warps": 8, "choose warps": 8, "side": 256, "hash": 4096}
+"""Pixels per program of ``_read``; rows and columns at a time of ``_choose``, and products of a hash."""
 
 
 def fits_canonical_kernel(x: Tensor) -> bool:
@@ -29,102 +28,89 @@ def fits_canonical_kernel(x: Tensor) -> bool:
 if AVAILABLE:
 
     @triton.jit
-    def _number(copy, n, T: tl.constexpr):
-        """Which entries of a kernel a copy of its ring holds: k[-t] for t < 2n, from t = copy on; -1 for none.
-
-        A circulant k[i - j] needs no other table: n - i numbers along the ring begins its row i. The copies each begin
-        one step further, so that wherever a thread starts, its next few numbers lie together and aligned in one."""
-        t = tl.arange(0, 2 * T) + copy
-        inside = t < 2 * n
-        t = tl.where(t < n, t, t - n)
-        return tl.where(inside, tl.where(t == 0, 0, n - t), -1)
-
-    @triton.jit
-    def _place(t, T: tl.constexpr, COPIES: tl.constexpr):
-        """Where number t of a ring is the first of a few that lie together and aligned."""
-        return (t % COPIES) * (2 * T) + t // COPIES * COPIES
-
-    @triton.jit
-    def _read(x, kernel, g, d, pixels, fine, images, length, height, width, sb, sc, sh, sw, PRIME: tl.constexpr,
-              BASE: tl.constexpr, CHANNELS: tl.constexpr, PACK: tl.constexpr, COPIES: tl.constexpr, TH: tl.constexpr,
-              TW: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    def _read(x, g, d, pixels, height, width, sb, sc, sh, sw, PRIME: tl.constexpr, BASE: tl.constexpr,
+              CHANNELS: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr):  # fmt: skip
         """N pixels of some rows as integers and, to PACK them, as they are, three or four channels side by side; and
-        the sum of each row's integers. In further programs, a copy of the rings of y and z.
+        the sum of each row's integers.
 
         Instructions that round and convert are slow. So whole numbers below 2^22 become integers through the bits of
         3 * 2^22 + t, and integers below 2^23 become floats through those of 2^23 + t."""
         image, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        if image < images:
-            first, i, j = block * ROWS, tl.arange(0, ROWS * N) // N, part * N + tl.arange(0, ROWS * N) % N
-            keep = (i < height - first) & (j < width)
-            pixel = x + image.to(tl.int64) * sb + first.to(tl.int64) * sh + (i * sh + j * sw)
-            a = tl.zeros([ROWS * N], tl.int32)
-            for c in tl.static_range(CHANNELS):
-                t = tl.load(pixel + c * sc, keep, 0.0, eviction_policy="evict_first")
-                if PACK:
-                    value = t.to(pixels.dtype.element_ty)
-                    if c == 0:
-                        even = value
-                    elif c == 1:
-                        odd = value
-                    elif c == 2:
-                        even = tl.join(even, value)
-                    else:
-                        odd = tl.join(odd, value)
-                t = t.to(tl.float32)
-                t = tl.where(tl.abs(t) < float("inf"), t, 0.0)
-                t -= tl.floor(t * 0.00390625 + 0.5) * 256.0
-                t = tl.floor(t * 1024.0 + 0.5)
-                if c > 2:  # three levels, from -2^18 to 2^17, fit before a remainder
-                    a = (a + 180900 * PRIME) % PRIME  # of what is not negative, here and below
-                a = BASE * a + ((t + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000)
-            a = (a + 180900 * PRIME) % PRIME
-            place = image.to(tl.int64) * height * width + first * width
-            t = (a + 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + PRIME // 2)
-            tl.store(g + place + (i * width + j), t.to(tl.float16), keep)
-            row = first + tl.arange(0, ROWS)
-            total = tl.sum(tl.reshape(tl.where(keep, a, 0), [ROWS, N]), 1)
-            tl.store(d + (image * tl.num_programs(2) + part) * height + row, total, row < height)
+        first, i, j = block * ROWS, tl.arange(0, ROWS * N) // N, part * N + tl.arange(0, ROWS * N) % N
+        keep = (i < height - first) & (j < width)
+        pixel = x + image.to(tl.int64) * sb + first.to(tl.int64) * sh + (i * sh + j * sw)
+        a = tl.zeros([ROWS * N], tl.int32)
+        for c in tl.static_range(CHANNELS):
+            t = tl.load(pixel + c * sc, keep, 0.0, eviction_policy="evict_first")
             if PACK:
-                if CHANNELS == 3:
-                    odd = tl.join(odd, tl.zeros_like(odd))
-                i, j = tl.arange(0, 4 * ROWS * N) // (4 * N), part * (4 * N) + tl.arange(0, 4 * ROWS * N) % (4 * N)
-                keep = (i < height - first) & (j < 4 * width)
-                value = tl.reshape(tl.join(even, odd), [4 * ROWS * N])
-                tl.store(pixels + 4 * place + (i * (4 * width) + j), value, keep)
-        else:
-            copy = ((image - images) * tl.num_programs(1) + block) * tl.num_programs(2) + part
-            if copy < COPIES:
-                i, j = _number(copy, height, TH), _number(copy, width, TW)
-                y = tl.load(kernel + i, i >= 0, 1) - 1
-                tl.store(fine + copy * (2 * TH) + tl.arange(0, 2 * TH), y.to(tl.int16))
-                z = tl.load(kernel + length + j, j >= 0, 1) - 1
-                tl.store(fine + 2 * COPIES * TH + copy * (2 * TW) + tl.arange(0, 2 * TW), z.to(tl.int16))
+                value = t.to(pixels.dtype.element_ty)
+                if c == 0:
+                    even = value
+                elif c == 1:
+                    odd = value
+                elif c == 2:
+                    even = tl.join(even, value)
+                else:
+                    odd = tl.join(odd, value)
+            t = t.to(tl.float32)
+            t = tl.where(tl.abs(t) < float("inf"), t, 0.0)
+            t -= tl.floor(t * 0.00390625 + 0.5) * 256.0
+            t = tl.floor(t * 1024.0 + 0.5)
+            if c > 2:  # three levels, from -2^18 to 2^17, fit before a remainder
+                a = (a + 180900 * PRIME) % PRIME  # of what is not negative, here and below
+            a = BASE * a + ((t + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000)
+        a = (a + 180900 * PRIME) % PRIME
+        place = image.to(tl.int64) * height * width + first * width
+        t = (a + 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + PRIME // 2)
+        tl.store(g + place + (i * width + j), t.to(tl.float16), keep)
+        row = first + tl.arange(0, ROWS)
+        total = tl.sum(tl.reshape(tl.where(keep, a, 0), [ROWS, N]), 1)
+        tl.store(d + (image * tl.num_programs(2) + part) * height + row, total, row < height)
+        if PACK:
+            if CHANNELS == 3:
+                odd = tl.join(odd, tl.zeros_like(odd))
+            i, j = tl.arange(0, 4 * ROWS * N) // (4 * N), part * (4 * N) + tl.arange(0, 4 * ROWS * N) % (4 * N)
+            keep = (i < height - first) & (j < 4 * width)
+            value = tl.reshape(tl.join(even, odd), [4 * ROWS * N])
+            tl.store(pixels + 4 * place + (i * (4 * width) + j), value, keep)
 
     @triton.jit
-    def _turn(a, ring, n, T: tl.constexpr, FEW: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
-              WIDE: tl.constexpr, COPIES: tl.constexpr):  # fmt: skip
-        """sum_j a[j] (k[j - w] - 1) at each place w < n. The 1 moves all sums alike and saves a bit.
+    def _numbers(a, j, keep, n, PARTS: tl.constexpr):
+        """Numbers j of n that are the sum of PARTS."""
+        number = tl.load(a + j, keep, 0)
+        for part in tl.static_range(1, PARTS):
+            number += tl.load(a + part * n + j, keep, 0)
+        return number.to(tl.int64)
 
-        With t = n - j, that of k[j - w] is number t + w of the ring. Numbers a of 32 bits are not negative, and are the
-        sum of PARTS; of others (WIDE), the upper 32 bits follow in a second row. Sums are exact modulo 2^64, and end
-        below 2^63."""
+    @triton.jit
+    def _steps(a, n, T: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
+        """By how much each of n numbers on a ring is more than the one before."""
+        j = tl.arange(0, T)
+        step = _numbers(a, j, j < n, n, PARTS) - _numbers(a, tl.where(j == 0, n - 1, j - 1), j < n, n, PARTS)
+        return tl.where(j < n, step, LEAST)
+
+    @triton.jit
+    def _hash(a, kernel, n, T: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr):
+        """sum_j a[j] k[j - w] at each place w < n, exact: it is below 2^63."""
         w = tl.arange(0, T)
-        MANY: tl.constexpr = T // FEW if T < STEPS * FEW else STEPS
-        low, high = tl.zeros([FEW, T], tl.uint64), tl.zeros([FEW, T], tl.int32)
-        for start in range(0, n, MANY * FEW):
-            for step in tl.static_range(MANY):  # whose loads are under way at once
-                t = 1 + step * FEW + tl.arange(0, FEW)
-                place, inside = (n - start) - t, t <= n - start
-                k = tl.load(ring + start + _place(t, T, COPIES)[:, None] + w[None, :])  # COPIES divides ``start``
-                k, b = k.to(tl.uint16), tl.load(a + place, inside, 0)
-                for part in tl.static_range(1, PARTS):
-                    b += tl.load(a + part * n + place, inside, 0)
-                low += b.to(tl.uint32).to(tl.uint64)[:, None] * k.to(tl.uint64)
-                if WIDE:
-                    high += tl.load(a + n + place, inside, 0)[:, None] * k.to(tl.int32)
-        score = tl.sum(low.to(tl.int64) + (high.to(tl.int64) << 32), 0) if WIDE else tl.sum(low.to(tl.int64), 0)
-        return tl.where(w < n, score, -0x7FFFFFFFFFFFFFFF)
+        total = tl.zeros([FEW, T], tl.int64)
+        for start in range(0, n, FEW):
+            j = start + tl.arange(0, FEW)
+            keep = (j < n)[:, None] & (w < n)[None, :]
+            k = tl.load(kernel + around(j[:, None] - w[None, :], n), keep, 0)
+            total += _numbers(a, j, j < n, n, PARTS)[:, None] * k.to(tl.int64)
+        return tl.sum(total, 0)
+
+    @triton.jit
+    def _largest(score, among, n, LEAST: tl.constexpr):
+        """Of places below n, others being n or more, those with the largest score, others n."""
+        score = tl.where(among < n, score, LEAST)
+        return tl.where(score == tl.max(score, 0), among, n)
+
+    @triton.jit
+    def _several(places, n):
+        """Whether there are two places below n, or more."""
+        return tl.sum((places < n).to(tl.int32), 0) > 1
 
     @triton.jit
     def _tile(pixels, i, j, height, width):
@@ -145,22 +131,25 @@ if AVAILABLE:
         return different == 0
 
     @triton.jit
-    def _choose(d, g, kernel, fine, s, out, height, width, TH: tl.constexpr, TW: tl.constexpr, PARTS: tl.constexpr,
-                COPIES: tl.constexpr, FEW: tl.constexpr, STEPS: tl.constexpr, N: tl.constexpr,
-                K: tl.constexpr):  # fmt: skip
-        """Row and column of one image. As a rule one row is the best; of several the best place is taken, but not
-        twice of an image that repeats.
+    def _choose(d, g, kernel, s, out, length, height, width, TH: tl.constexpr, TW: tl.constexpr, PARTS: tl.constexpr,
+                DOWN: tl.constexpr, ACROSS: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+        """Row and column of one image. As a rule one row is the best, and one column: hashes tell several apart, of
+        which not two are looked at if the image repeats.
 
         The sums over its rows are taken on matrix units, two bits of y at a time: their products with g sum up below
         3 * 1019 * 2048 < 2^23, exact in float32. An image of one tile is on its way while the row is being found."""
+        LEAST: tl.constexpr = -0x7FFFFFFFFFFFFFFF
         image, h, w = tl.program_id(0), tl.arange(0, TH), tl.arange(0, TW)
-        pixels, sums = g + image.to(tl.int64) * height * width, s + image * (2 * width)
+        pixels, sums, d = g + image.to(tl.int64) * height * width, s + image * width, d + image * (PARTS * height)
         if TH <= K and TW <= N:
             tile = _tile(pixels, tl.arange(0, K), tl.arange(0, N), height, width)
-        score = _turn(d + image * (PARTS * height), fine, height, TH, FEW, STEPS, PARTS, False, COPIES)
-        rows = tl.where(score == tl.max(score, 0), h, height)
-        first = tl.min(rows, 0)
-        row, down, right, most = first, first, first * 0, first.to(tl.int64) * 0 - 0x7FFFFFFFFFFFFFFF
+        rows = _largest(_steps(d, height, TH, PARTS, LEAST), h, height, LEAST)
+        if _several(rows, height):
+            rows = _largest(_hash(d, kernel, height, TH, DOWN, PARTS), rows, height, LEAST)
+        first, several = tl.min(rows, 0), _several(rows, height)
+        row, down, right = first, first, first * 0
+        most = first.to(tl.int64) * 0 + LEAST
+        best = most
         while row < height:
             bit = 2 * tl.arange(0, 16)  # y has 16 bits at most: the last eight digits are zeros
             for left in range(0, TW, N):
@@ -175,14 +164,17 @@ if AVAILABLE:
                     else:
                         total = tl.dot(tl.trans(_tile(pixels, i, j, height, width)), digit, total)
                 number = tl.sum(total.to(tl.int32).to(tl.int64) << bit.to(tl.int64)[None, :], 1)
-                tl.store(sums + j, number.to(tl.int32), j < width)
-                tl.store(sums + width + j, (number >> 32).to(tl.int32), j < width)
+                tl.store(sums + j, number, j < width)
             tl.debug_barrier()  # other threads read these sums
-            places = _turn(sums, fine + 2 * COPIES * TH, width, TW, FEW, STEPS, 1, True, COPIES)
-            best = tl.max(places, 0)
-            column = tl.min(tl.where(places == best, w, width), 0)
-            down, right = tl.where(best > most, row, down), tl.where(best > most, column, right)
-            most = tl.maximum(best, most)
+            step = _steps(sums, width, TW, 1, LEAST)
+            columns, highest, told = _largest(step, w, width, LEAST), tl.max(step, 0), most * 0
+            if several | _several(columns, width):
+                score = _hash(sums, kernel + length, width, TW, ACROSS, 1)
+                columns = _largest(score, columns, width, LEAST)
+                told = tl.max(tl.where(columns < width, score, LEAST), 0)
+            better = (highest > most) | ((highest == most) & (told > best))
+            down, right = tl.where(better, row, down), tl.where(better, tl.min(columns, 0), right)
+            most, best = tl.where(better, highest, most), tl.where(better, told, best)
             row = tl.min(tl.where(rows > row, rows, height), 0)
             if row < height:
                 row = tl.where(_repeats(pixels, row - first, height, width, N), height, row)
@@ -211,18 +203,16 @@ def canonical_place(x: Tensor, kernel: Tensor, dtype: torch.dtype | None) -> tup
     b, c, h, w = x.shape
     down, across = max(16, power(h)), max(16, power(w))
     n = min(TILES["read"], across)
-    rows, parts, side = min(TILES["read"] // n, down), -(-w // n), max(down, across)
+    rows, parts = min(TILES["read"] // n, down), -(-w // n)
     g = torch.empty((b, h, w), dtype=torch.float16, device=x.device)
     d = torch.empty((b, parts, h), dtype=torch.int32, device=x.device)
-    fine = torch.empty(2 * COPIES * (down + across), dtype=torch.int16, device=x.device)
     pixels = torch.empty((0 if dtype is None else b, h, w, 4), dtype=dtype or x.dtype, device=x.device)
-    blocks, common = -(-h // rows), {"COPIES": COPIES, "TH": down, "TW": across}
-    launch(_read, (b + -(-COPIES // (blocks * parts)), blocks, parts), x, kernel, g, d, pixels, fine, b,
-           kernel.shape[1], h, w, *x.stride(), PRIME=PRIME, BASE=BASE, CHANNELS=c, PACK=dtype is not None, ROWS=rows,
-           N=n, **common, num_warps=TILES["read warps"])  # fmt: skip
-    s = torch.empty((b, 2, w), dtype=torch.int32, device=x.device)
+    launch(_read, (b, -(-h // rows), parts), x, g, d, pixels, h, w, *x.stride(), PRIME=PRIME, BASE=BASE, CHANNELS=c,
+           PACK=dtype is not None, ROWS=rows, N=n, num_warps=TILES["read warps"])  # fmt: skip
+    s = torch.empty((b, w), dtype=torch.int64, device=x.device)
     out = torch.empty((b, 2), dtype=torch.int64, device=x.device)
-    launch(_choose, (b,), d, g, kernel, fine, s, out, h, w, PARTS=parts, FEW=4096 // max(256, side),
-           STEPS=TILES["steps"], N=min(TILES["side"], across), K=min(TILES["side"], down), **common,
-           num_warps=TILES["choose warps"] if side > 64 else 4, num_stages=1)  # fmt: skip
+    launch(_choose, (b,), d, g, kernel, s, out, kernel.shape[1], h, w, TH=down, TW=across, PARTS=parts,
+           DOWN=TILES["hash"] // down, ACROSS=TILES["hash"] // across, N=min(TILES["side"], across),
+           K=min(TILES["side"], down), num_warps=TILES["choose warps"] if max(down, across) > 64 else 4,
+           num_stages=1)  # fmt: skip
     return out, pixels
