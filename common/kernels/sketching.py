@@ -78,29 +78,20 @@ if AVAILABLE:
                 tl.store(taps + _place(r, 3, 0, c, CHANNELS, COUNT, SIDE), none, keep & (tap == 0))
 
     @triton.jit
-    def _four(mixing, r, d, ms, COUNT: tl.constexpr, D: tl.constexpr):
-        """Combinations r to r + 3 of D rows, all read at once."""
+    def _four(mixing, w, r, d, ms, COUNT: tl.constexpr, D: tl.constexpr):
+        """Combinations r to r + 3 of D rows of w (rows, J), all added up in one pass: (J, 2, 2), see ``_which``."""
         mixing += r * ms + d
-        m0 = tl.load(mixing, d < tl.where(r < COUNT, D, 0), 0.0).to(tl.float32)
-        m1 = tl.load(mixing + ms, d < tl.where(r + 1 < COUNT, D, 0), 0.0).to(tl.float32)
-        m2 = tl.load(mixing + 2 * ms, d < tl.where(r + 2 < COUNT, D, 0), 0.0).to(tl.float32)
-        m3 = tl.load(mixing + 3 * ms, d < tl.where(r + 3 < COUNT, D, 0), 0.0).to(tl.float32)
-        return m0, m1, m2, m3
+        m0 = tl.load(mixing, d < tl.where(r < COUNT, D, 0), 0.0).to(tl.float32)[:, None] * w
+        m1 = tl.load(mixing + ms, d < tl.where(r + 1 < COUNT, D, 0), 0.0).to(tl.float32)[:, None] * w
+        m2 = tl.load(mixing + 2 * ms, d < tl.where(r + 2 < COUNT, D, 0), 0.0).to(tl.float32)[:, None] * w
+        m3 = tl.load(mixing + 3 * ms, d < tl.where(r + 3 < COUNT, D, 0), 0.0).to(tl.float32)[:, None] * w
+        return tl.sum(tl.join(tl.join(m0, m1), tl.join(m2, m3)), 0)
 
     @triton.jit
-    def _sketch(out, constant, m, w, r, tap, j, WIDTH: tl.constexpr, COUNT: tl.constexpr, LAST: tl.constexpr,
-                TAPS: tl.constexpr, SIDE: tl.constexpr, ONCE: tl.constexpr):  # fmt: skip
-        mixed, keep = tl.sum(m[:, None] * w, 0), j < tl.where(r < COUNT, WIDTH, 0)
-        if TAPS > 1:
-            at = tap + 0 * j
-            _store(out, mixed, r, at // SIDE, at % SIDE, j, keep, WIDTH, COUNT, SIDE, ONCE)
-        elif SIDE:
-            c, at = j // (SIDE * SIDE), j % (SIDE * SIDE)
-            _store(out, mixed, r, at // SIDE, at % SIDE, c, keep, WIDTH // (SIDE * SIDE), COUNT, SIDE, ONCE)
-        else:
-            tl.store(out + r * WIDTH + j, mixed, keep)
-        if LAST:
-            tl.store(constant + (tap * COUNT + r + j - WIDTH), mixed, j == tl.where(r < COUNT, WIDTH, -1))
+    def _which(r):
+        """Which of four combinations is where: (2, 2). Takes no pointer, like all that says where something is stored:
+        the compiler would take it for written to."""
+        return r + tl.arange(0, 2)[:, None] + 2 * tl.arange(0, 2)[None, :]
 
     @triton.jit
     def _sketched(mixing, weight, bias, p0, p1, p2, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
@@ -115,7 +106,8 @@ if AVAILABLE:
             last = tl.load(bias + d, d < tl.where(block == WIDTH // J, D, 0), 0.0).to(tl.float32)
         keep = (d < D)[:, None] & (j < WIDTH)[None, :]
         w = tl.load(weight + d[:, None] * WIDTH + j[None, :], keep, 0.0).to(tl.float32)
-        m0, m1, m2, m3 = _four(mixing, r, d, ms, COUNT, D)
+        if BIAS:
+            w = tl.where((j == WIDTH)[None, :], last[:, None], w)
         if TAPS > 1:
             at = d % DIM % HEAD * TAPS + tap
             p = tl.load(p0 + at, d < DIM, 0.0).to(tl.float32)
@@ -123,13 +115,20 @@ if AVAILABLE:
                 p += tl.load(p1 + at, (d >= DIM) & (d < 2 * DIM), 0.0).to(tl.float32)
             if D > 2 * DIM:
                 p += tl.load(p2 + at, (d >= 2 * DIM) & (d < D), 0.0).to(tl.float32)
-            m0, m1, m2, m3 = m0 * p, m1 * p, m2 * p, m3 * p
-        if BIAS:
-            w = tl.where((j == WIDTH)[None, :], last[:, None], w)
-        _sketch(out, constant, m0, w, r, tap, j, WIDTH, COUNT, LAST, TAPS, SIDE, ONCE)
-        _sketch(out, constant, m1, w, r + 1, tap, j, WIDTH, COUNT, LAST, TAPS, SIDE, ONCE)
-        _sketch(out, constant, m2, w, r + 2, tap, j, WIDTH, COUNT, LAST, TAPS, SIDE, ONCE)
-        _sketch(out, constant, m3, w, r + 3, tap, j, WIDTH, COUNT, LAST, TAPS, SIDE, ONCE)
+            w *= p[:, None]
+        mixed = _four(mixing, w, r, d, ms, COUNT, D)
+        j, r = j[:, None, None], _which(r)[None, :, :]
+        keep = (j < WIDTH) & (r < COUNT)
+        if TAPS > 1:
+            at = tap + 0 * j
+            _store(out, mixed, r, at // SIDE, at % SIDE, j, keep, WIDTH, COUNT, SIDE, ONCE)
+        elif SIDE:
+            c, at = j // (SIDE * SIDE), j % (SIDE * SIDE)
+            _store(out, mixed, r, at // SIDE, at % SIDE, c, keep, WIDTH // (SIDE * SIDE), COUNT, SIDE, ONCE)
+        else:
+            tl.store(out + r * WIDTH + j, mixed, keep)
+        if LAST:
+            tl.store(constant + (tap * COUNT + r + j - WIDTH), mixed, (j == WIDTH) & (r < COUNT))
 
     @triton.jit
     def _depthwise_taps(mixing, first, second, taps, constant, ms, CHANNELS: tl.constexpr, COUNT: tl.constexpr,
@@ -146,20 +145,6 @@ if AVAILABLE:
         tl.store(constant + r + c, tl.zeros_like(mixed), c + tap == 0)
 
     @triton.jit
-    def _tap(taps, parts, m, w, scale, shift, r, j, block, WIDTH: tl.constexpr, COUNT: tl.constexpr,
-             NORM: tl.constexpr, ONCE: tl.constexpr):  # fmt: skip
-        """One combination of J columns, and what it adds to the sums over all."""
-        token = j // (WIDTH // 4)  # of a patch, as (column, row)
-        mixed = tl.sum(m[:, None] * w, 0)
-        if NORM:
-            parts += block * (2 * COUNT) + r
-            tl.store(parts + COUNT, tl.sum(mixed * shift, 0), r < COUNT)
-            mixed *= scale
-            tl.store(parts, tl.sum(mixed, 0), r < COUNT)
-        _store(taps, mixed, r, token % 2, token // 2, j % (WIDTH // 4), j < tl.where(r < COUNT, WIDTH, 0), WIDTH // 4,
-               COUNT, 2, ONCE)  # fmt: skip
-
-    @triton.jit
     def _merging_weights(mixing, weight, gain, bias, taps, parts, scaled, folded, ms, BLOCKS: tl.constexpr,
                          WIDTH: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr,
                          BIAS: tl.constexpr, ONCE: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr,
@@ -174,17 +159,19 @@ if AVAILABLE:
         if program < BLOCKS * GROUPS:
             block, r, d = program // GROUPS, program % GROUPS * 4, tl.arange(0, ROWS)
             j = block * J + tl.arange(0, J)
-            scale, shift = 1.0, 0.0
-            if NORM:
-                scale = tl.load(gain + j, j < WIDTH, 0.0).to(tl.float32)
-                shift = tl.load(bias + j, (j < WIDTH) & BIAS, 0.0).to(tl.float32)
             keep = (d < D)[:, None] & (j < WIDTH)[None, :]
             w = tl.load(weight + d[:, None] * WIDTH + j[None, :], keep, 0.0).to(tl.float32)
-            m0, m1, m2, m3 = _four(mixing, r, d, ms, COUNT, D)
-            _tap(taps, parts, m0, w, scale, shift, r, j, block, WIDTH, COUNT, NORM, ONCE)
-            _tap(taps, parts, m1, w, scale, shift, r + 1, j, block, WIDTH, COUNT, NORM, ONCE)
-            _tap(taps, parts, m2, w, scale, shift, r + 2, j, block, WIDTH, COUNT, NORM, ONCE)
-            _tap(taps, parts, m3, w, scale, shift, r + 3, j, block, WIDTH, COUNT, NORM, ONCE)
+            mixed, one = _four(mixing, w, r, d, ms, COUNT, D), _which(r)
+            j, r = j[:, None, None], one[None, :, :]
+            if NORM:
+                scale, shift = tl.load(gain + j, j < WIDTH, 0.0), tl.load(bias + j, (j < WIDTH) & BIAS, 0.0)
+                place = parts + block * (2 * COUNT) + one
+                tl.store(place + COUNT, tl.sum(mixed * shift.to(tl.float32), 0), one < COUNT)
+                mixed *= scale.to(tl.float32)
+                tl.store(place, tl.sum(mixed, 0), one < COUNT)
+            token = j // (WIDTH // 4)  # of a patch, as (column, row)
+            _store(taps, mixed, r, token % 2, token // 2, j % (WIDTH // 4), (j < WIDTH) & (r < COUNT), WIDTH // 4,
+                   COUNT, 2, ONCE)  # fmt: skip
         else:
             n, k = program - BLOCKS * GROUPS, tl.arange(0, K)
             row = tl.load(weight + n * WIDTH + k, k < WIDTH, 0.0).to(tl.float32)
