@@ -42,8 +42,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For an interpreter, which takes as long for a short program as for a long one: weights of anchors are mixed in
-    few, but where just that is tested."""
+    """For an interpreter, which takes as long for a short program as for a long one: images are read, and weights of
+    anchors mixed, in few, but where just that is tested."""
+    if kernels.INTERPRETED and request.path.stem != "test_patches":
+        for how in (kernels.patches.TOKENS, kernels.patches.PHASES):
+            monkeypatch.setitem(how, "programs", 4)
     if kernels.INTERPRETED and request.path.stem != "test_sketching" and "weights" not in request.node.name:
         for name in ("COLUMNS", "POOLED"):
             monkeypatch.setattr(kernels.sketching, name, 256)

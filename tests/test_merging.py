@@ -174,15 +174,17 @@ def test_one_offset_for_all() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("channels", "outputs", "kind"), [
-    (96, 192, "norm"), (20, 40, "norm"), (32, 256, "norm"), (16, 300, "norm"), (20, 384, "norm"), (64, 384, "norm"),
-    (20, 40, "norm without bias"), (96, 192, "no norm"), (16, 300, "no norm"), (64, 384, "no norm"),
+@pytest.mark.parametrize(("channels", "outputs", "kind", "fewest"), [
+    (96, 192, "norm", 0), (20, 40, "norm", 0), (32, 256, "norm", 0), (16, 300, "norm", 0), (20, 384, "norm", 0),
+    (64, 384, "norm", 0), (20, 40, "norm without bias", 0), (96, 192, "no norm", 0), (16, 300, "no norm", 0),
+    (64, 384, "no norm", 0), (96, 192, "norm", 96), (20, 40, "no norm", 96), (128, 300, "norm", 96),
 ])  # fmt: skip
 @torch.no_grad()
-def test_merged_product(monkeypatch: pytest.MonkeyPatch, launched: list[str], channels: int, outputs: int,
-                        kind: str) -> None:  # fmt: skip
+def test_merged_product(monkeypatch: pytest.MonkeyPatch, launched: list[str], channels: int, outputs: int, kind: str,
+                        fewest: int) -> None:  # fmt: skip
     """Inference in one kernel gives what the three steps give: whole blocks and others, a block that begins inside an
-    image, every phase and whole turns less one, a mean far from zero."""
+    image, every phase and whole turns less one, a mean far from zero; cut as for many images, or as for these."""
+    monkeypatch.setattr(kernels.merging, "FEWEST", fewest)
     norm = None if kind == "no norm" else lively(nn.LayerNorm(4 * channels, bias=kind == "norm"))
     reduction = nn.Linear(4 * channels, outputs, bias=False)
     x = torch.randn(6, 14, 10, channels) + torch.tensor([0.0, 30.0, -30.0, 1.0, 3.0, 0.0]).view(6, 1, 1, 1)
@@ -195,8 +197,9 @@ def test_merged_product(monkeypatch: pytest.MonkeyPatch, launched: list[str], ch
 @interpreted
 @pytest.mark.parametrize(("outputs", "known"), [(192, True), (40, True), (384, False)])
 @torch.no_grad()
-def test_moments_of_a_merged_product(outputs: int, known: bool) -> None:
+def test_moments_of_a_merged_product(monkeypatch: pytest.MonkeyPatch, outputs: int, known: bool) -> None:
     """What a pass of its own would find; left to one where no program has all outputs of a token."""
+    monkeypatch.setattr(kernels.merging, "FEWEST", 0)
     norm, reduction = lively(nn.LayerNorm(80)), nn.Linear(80, outputs, bias=False)
     x, offset, wave = torch.randn(4, 6, 14, 20), torch.tensor(PHASES), torch.randn(outputs + 3)
     tokens, moments = reduce_patches(x, offset, norm, reduction, wave=wave)

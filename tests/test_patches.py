@@ -41,7 +41,7 @@ def test_parts_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, stride:
                            padding_mode: str) -> None:  # fmt: skip
     """An image of many cells is shared between programs, which begin with what windows have in the rows before."""
     for how in ("TOKENS", "PHASES"):
-        for limit, count in (("cells", 16), ("rows", (3, 3))):
+        for limit, count in (("cells", (16, 16)), ("programs", 5)):  # rows of cells: 3, 3 and 1
             monkeypatch.setitem(getattr(sys.modules["common.kernels.patches"], how), limit, count)
     conv = nn.Conv2d(channels, 24, kernel, stride, padding, padding_mode=padding_mode)
     anchor = ConvAnchor(score="energy", sketch=64 // stride**2)

@@ -22,7 +22,7 @@ __all__ = ["fits_merge_kernel", "fits_merged_product", "merged_product", "rolled
 
 PROGRAMS = 528  # of a backward pass with a norm: four on each of 132 processors, and each leaves one sum per weight
 OUTPUTS = 768  # of a merged product: patches are read again for every 192 or 256 of them, and beyond this too often
-FEWEST = 96  # programs of a merged product: of fewer, each takes as long, and patches that are written cost less
+FEWEST, FEW = 96, 40  # programs of a merged product: with fewer, blocks are smaller, down to 32 outputs
 
 
 def fits_merge_kernel(x: Tensor) -> bool:
@@ -33,13 +33,11 @@ def fits_merge_kernel(x: Tensor) -> bool:
 
 
 def fits_merged_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``merged_product`` takes x of the type given: half precision, at most 768 outputs, many patches, no
-    gradient at all."""
+    """Whether ``merged_product`` takes x of the type given: half precision, at most 768 outputs, no gradient at
+    all."""
     half = dtype in (torch.bfloat16, torch.float16) or INTERPRETED
     plain = half and len(weight) <= OUTPUTS and weight.is_contiguous() and not isinstance(weight, DTensor)
-    if not plain or torch.is_grad_enabled() or not fits_merge_kernel(x):
-        return False
-    return INTERPRETED or _programs(x, len(weight))[0] >= FEWEST
+    return plain and not torch.is_grad_enabled() and fits_merge_kernel(x)
 
 
 if AVAILABLE:
@@ -355,24 +353,24 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
 register_autograd("shift_vits::rolled_merge", _backward, setup_context=_remember)
 
 
-def _tiles(channels: int, outputs: int) -> dict[str, int]:
+def _tiles(patches: int, channels: int, outputs: int) -> dict[str, int]:
     """How a merged product is cut: T + MORE patches by N + REST outputs, K columns at a time.
 
     Where outputs take several programs, blocks are as large as registers allow, since every block of patches reads
     weights again and every block of outputs patches. Swin-T's 128 images are one wave, two and four of 192 x 192.
+    Of a few images these would be too few programs.
     """
     wide, rest = (128, 64) if outputs % 192 == 0 else (max(16, min(256, power(outputs))), 0)
     more = 64 if rest and outputs > 192 else 0
     k = math.gcd(channels, 32 if rest and not more else 64)  # with 64, memory beside a processor holds one program
+    tall, warps = 128, 8
+    if -(-patches // (tall + more)) * -(-outputs // (wide + rest)) < FEWEST:
+        tall, more, rest, warps, rows = 64, 0, 0, 4, -(-patches // 64)
+        wide = next((n for n in (128, 64) if rows * -(-outputs // n) >= FEW), 32)
+        wide = max(16, min(wide, power(outputs)))
+        k = math.gcd(channels, 128 if rows * -(-outputs // wide) <= 132 else 64)
     k = k if k >= 16 else max(16, min(64, power(channels)))
-    return {"T": 128, "MORE": more, "N": wide, "REST": rest, "K": k, "num_warps": 8, "num_stages": 4}
-
-
-def _programs(x: Tensor, outputs: int) -> tuple[int, int]:
-    """How many there are of a merged product, and how many have the same patches."""
-    tiles = _tiles(x.shape[3], outputs)
-    patches, parts = x.shape[0] * (x.shape[1] // 2) * (x.shape[2] // 2), -(-outputs // (tiles["N"] + tiles["REST"]))
-    return -(-patches // (tiles["T"] + tiles["MORE"])) * parts, parts
+    return {"T": tall, "MORE": more, "N": wide, "REST": rest, "K": k, "num_warps": warps, "num_stages": 4}
 
 
 @operator("shift_vits::merged_product")
@@ -386,8 +384,11 @@ def merged_product(x: Tensor, offset: Tensor, scaled: Tensor, folded: Tensor | N
     (B, 3, H/2, W/2), if a program has all outputs of its patches; else of none.
     """
     offset, (b, h, w, c), d = offset.contiguous(), x.shape, len(scaled)
-    count, tiles = b * (h // 2) * (w // 2), _tiles(c, d)
-    tall, wide, (programs, parts) = tiles["T"] + tiles["MORE"], tiles["N"] + tiles["REST"], _programs(x, d)
+    count = b * (h // 2) * (w // 2)
+    tiles = _tiles(count, c, d)
+    tall, wide = tiles["T"] + tiles["MORE"], tiles["N"] + tiles["REST"]
+    parts = -(-d // wide)  # programs with the same patches
+    programs = -(-count // tall) * parts
     known = wave is not None and parts == 1 and tiles["MORE"] == 0
     out = torch.empty((b, h // 2, w // 2, d), dtype=x.dtype, device=x.device)
     moments = torch.empty((3, b if known else 0, h // 2, w // 2), dtype=torch.float32, device=x.device)

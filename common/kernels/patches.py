@@ -28,16 +28,18 @@ if AVAILABLE:
 __all__ = ["all_phases", "fits_image_phases", "fits_image_tokens", "image_phases", "image_tokens", "in_pieces"]
 
 PLANES = 64  # places of a window in planes, multiplied at once
-TOKENS: dict[str, Any] = {"places": (32, 64), "lines": True, "bands": 2, "cells": 64, "rows": (19, 28), "settled": 3,
-                          "wide": 128, "num_warps": 4, "num_stages": (2, 2), "ahead": 64}  # fmt: skip
-PHASES: dict[str, Any] = {"places": (32, 32), "lines": False, "bands": 3, "cells": 64, "rows": (28, 28), "settled": 2,
-                          "wide": 64, "num_warps": 4, "num_stages": (3, 3), "ahead": 64}  # fmt: skip
+TOKENS: dict[str, Any] = {"places": (32, 64), "lines": True, "bands": 2, "cells": (64, 64), "rows": (19, 28),
+                          "programs": 264, "settled": 3, "wide": 128, "num_warps": 4, "num_stages": (2, 2),
+                          "ahead": 64}  # fmt: skip
+PHASES: dict[str, Any] = {"places": (32, 32), "lines": False, "bands": 3, "cells": (64, 32), "rows": (28, 28),
+                          "programs": 132, "settled": 2, "wide": 64, "num_warps": 4, "num_stages": (3, 3),
+                          "ahead": 64}  # fmt: skip
 """Places of a window in a packed image, multiplied at once, in a program that has few sums in registers, or many;
 whether its lines are read up to a power of two, where that is less than a third more; bands of it at most; cells in a
-product; rows of them in a program, few sums or many; how many bands make a program wait for the sums that it takes
-along: where these change places, compilers else let no two products overlap; outputs that take twice the warps; rows
-that are on their way, few sums or many, and outputs that take one more."""
-BATCH = 128  # images whose programs fill a GPU: of fewer, each takes fewer rows
+product, and for an image or two; rows of them in a program, few sums or many, and programs that are enough to take
+fewer; how many bands make a program wait for the sums that it takes along: where these change places, compilers else
+let no two products overlap; outputs that take twice the warps; rows that are on their way, few sums or many, and
+outputs that take one more."""
 MEMORY = 200_000  # bytes, of a program
 
 
@@ -90,7 +92,7 @@ def _many(outputs: int, bands: int) -> int:
 def _held(outputs: int, how: dict[str, Any], cut: dict[str, int], near: bool) -> bool:
     """Whether a program can hold all weights, and what it reads for a row, for those on their way and one more."""
     stages = how["num_stages"][_many(outputs, cut["BANDS"])]
-    read = how["cells"] * (stages + 1) * (2 if near else 4)  # bytes of packed numbers, or in planes
+    read = how["cells"][0] * (stages + 1) * (2 if near else 4)  # bytes of packed numbers, or in planes
     return _length(cut) * (2 * max(16, outputs) * cut["BANDS"] + read) <= MEMORY
 
 
@@ -306,10 +308,9 @@ def _reading(x: Tensor, size: int, stride: int, outputs: int,
     batch, c, rows, across = x.shape[0], x.shape[1], x.shape[2] // stride, x.shape[3] // stride
     cut = _pieces(c, is_packed(x), size, stride, outputs, how)
     many = _many(outputs, cut["BANDS"])
-    m, below = max(16, min(how["cells"], power(across))), how["rows"][many]
-    if batch < BATCH:
-        below = max(4, below * batch // BATCH)
-    blocks, parts = -(-across // m), -(-rows // below)
+    m = max(16, min(how["cells"][int(2 * batch * rows < how["programs"])], power(across)))
+    blocks = -(-across // m)
+    parts = -(-rows // min(how["rows"][many], -(-rows * blocks * batch // how["programs"])))
     return parts * blocks, blocks, {
         "SW": x.stride(3), "SIZE": size, "STRIDE": stride, "PACKED": is_packed(x), "CHANNELS": c, "C": power(c), **cut,
         "SETTLED": how["settled"], "M": m, "ROWS": -(-rows // parts),
