@@ -12,6 +12,7 @@ all shifted copies are one array; otherwise scores are taken in float32 at least
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "Fold",
     "MergeAnchor",
     "MergeWeights",
+    "Merging",
     "Ready",
     "Score",
     "Strided",
@@ -119,6 +121,14 @@ class ConvAnchor(Anchor):
         return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), self.score == "signed", at, x.shape[3])
 
 
+class Merging(NamedTuple):
+    """A patch merging, and the type that ``kernels.merged_product`` multiplies in, if that is how it is taken."""
+
+    reduction: nn.Linear
+    norm: nn.LayerNorm | None
+    scaled: torch.dtype | None = None
+
+
 class MergeWeights(NamedTuple):
     """What a merging anchor scores, with the norm before it; and what the merging itself multiplies by, if a kernel has
     made both in one pass: see ``kernels.merging_weights``.
@@ -166,46 +176,62 @@ class MergeAnchor(Anchor):
     @torch.no_grad()
     def offset(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None, fast: bool = False,
                weights: MergeWeights | None = None) -> Tensor:  # fmt: skip
-        """``weights`` are those of ``weights(x, reduction, norm, ...)``, where they are known already."""
+        """``weights`` are those of ``weights``, where they are known already."""
         with self.precision(x, fast):
             x = self.cast(x, fast)
-            weights = weights or self.weights(x, reduction, norm)
+            weights = weights or self.weights(x, [Merging(reduction, norm)])[0]
             kernel, fold, taps = weights.kernel, weights.fold, weights.taps
-            made = taps.ndim == (2 if kernels.fits_token_scores(x, len(kernel), 2, 0) else 3)
+            made = taps.ndim == (2 if kernels.fits_token_scores(x, len(kernel), 2, 0) else 3) and taps.dtype == x.dtype
             constant = self.zeros[: len(kernel)] if fold is None else fold.constant
             ready: Ready = (lambda once: (taps.flatten(0, -2), constant)) if made else None
             return self.choose(x.permute(0, 3, 1, 2), kernel, Strided((2, 2), (2, 2), (0, 0)), fold=fold, fast=fast,
                                ready=ready)  # fmt: skip
 
     @torch.no_grad()
-    def weights(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None,
-                scaled: torch.dtype | None = None) -> MergeWeights:  # fmt: skip
-        """What is scored, of x's type; and what ``kernels.merged_product`` takes, of the type given."""
-        given = [reduction.weight] if norm is None else [reduction.weight, norm.weight, norm.bias]
-        once = kernels.fits_token_scores(x, self.sketch, 2, 0)
-        how = self.sketch, x.dtype, scaled, once
-        return kept(lambda: self._of_weights(reduction, norm, x.dtype, scaled, once), how, *given)
+    def weights(self, x: Tensor, mergings: Sequence[Merging]) -> list[MergeWeights]:
+        """What is scored of tokens like x, of its type, and what ``kernels.merged_product`` takes: of all mergings at
+        once, for if a kernel makes it that is one launch."""
+        given = [weight for reduction, norm, _ in mergings for weight in (reduction.weight, *_affine(norm))]
+        how = self.sketch, x.dtype, *(scaled for *_, scaled in mergings)
+        return kept(lambda: self._of_weights(x, mergings), how, *given)
 
-    def _of_weights(self, reduction: nn.Linear, norm: nn.LayerNorm | None, dtype: torch.dtype,
-                    scaled: torch.dtype | None, once: bool = False) -> MergeWeights:  # fmt: skip
-        weight, eps = whole(reduction.weight), 0.0 if norm is None else norm.eps
-        gain, bias = (None, None) if norm is None else (whole(norm.weight), whole(norm.bias))
-        mixing = self.mixing(len(weight), weight)
-        others: list[Tensor] = []
-        few = mixing if kernels.fits_sketch(mixing, weight) else None
-        if few is not None or scaled is not None:
-            made = kernels.merging_weights(weight, few, gain, bias, dtype, scaled, once)
-            taps, parts, others = made[0], made[1], list(made[2:] if scaled is not None else ())
-        if few is not None:
-            taps = taps if once else taps[: 4 * len(few)].unflatten(0, (4, -1))
-            sums, constant = parts.unbind(1) if once else parts.sum(0).unbind()
-            return MergeWeights(taps, None if norm is None else Fold(sums, constant, eps), *others)
-        projection = self.rows(weight)  # r, 4C
-        weight = projection if gain is None else projection * gain
+    def _of_weights(self, x: Tensor, mergings: Sequence[Merging]) -> list[MergeWeights]:
+        weights = [whole(reduction.weight) for reduction, *_ in mergings]
+        mixing = self.mixing(max(map(len, weights)), weights[0])
+        mixing = mixing if min(map(len, weights)) > self.sketch and kernels.fits_sketch(mixing, *weights) else None
+        scale = next((dtype for *_, dtype in mergings if dtype is not None), None)
+        if mixing is None and scale is None:
+            return [self._plain(merging, x.dtype) for merging in mergings]
+        once = [mixing is not None and kernels.fits_token_scores(x, self.sketch, 2, 0, weight.shape[1] // 4)
+                for weight in weights]  # fmt: skip
+        affine = [[whole(weight) for weight in _affine(norm)] for _, norm, _ in mergings]
+        gains, biases = map(list, zip(*affine, strict=True)) if affine[0] else ([], [])
+        made = kernels.merging_weights(weights, mixing, gains, biases, x.dtype, scale,
+                                       [dtype is not None for *_, dtype in mergings], once)  # fmt: skip
+        result: list[MergeWeights] = []
+        for merging, one, (taps, parts, *others) in zip(mergings, once, made, strict=True):
+            others = [] if merging.scaled is None else others
+            if mixing is None:
+                result.append(MergeWeights(*self._plain(merging, x.dtype)[:2], *others))
+                continue
+            taps = taps if one else taps[: 4 * len(mixing)].unflatten(0, (4, -1))
+            sums, constant = parts.unbind(1) if one else parts.sum(0).unbind()
+            fold = None if merging.norm is None else Fold(sums, constant, merging.norm.eps)
+            result.append(MergeWeights(taps, fold, *others))
+        return result
+
+    def _plain(self, merging: Merging, dtype: torch.dtype) -> MergeWeights:
+        """What is scored, made by torch."""
+        projection, norm = self.rows(whole(merging.reduction.weight)), merging.norm  # r, 4C
+        weight = projection if norm is None else projection * whole(norm.weight)
         kernel = weight.view(len(weight), 2, 2, -1).permute(0, 3, 2, 1).to(dtype, copy=True)  # r, C, row, column
-        if bias is None:
-            return MergeWeights(kernel, None, *others)
-        return MergeWeights(kernel, Fold(weight.sum(1), (projection * bias).sum(1), eps), *others)
+        if norm is None:
+            return MergeWeights(kernel, None)
+        return MergeWeights(kernel, Fold(weight.sum(1), (projection * whole(norm.bias)).sum(1), norm.eps))
+
+
+def _affine(norm: nn.LayerNorm | None) -> tuple[Tensor, ...]:
+    return () if norm is None else (norm.weight, norm.bias)
 
 
 class WindowAnchor(Anchor):

@@ -84,7 +84,9 @@ def reduce_patches(x: Tensor, offset: Tensor | None, norm: nn.LayerNorm | None, 
             sums, squares, _ = kernels.token_moments(x, norm.weight).unbind(1)
     scaled, folded = (None, None) if weights is None else weights[2:]
     if scaled is None:
-        scaled, folded = kernels.merging_weights(reduction.weight, None, gain, bias, dtype, dtype)[2:]
+        affine: list[list[Tensor]] = [[] if tensor is None else [tensor] for tensor in (gain, bias)]
+        made = kernels.merging_weights([reduction.weight], None, affine[0], affine[1], dtype, dtype, [True], [False])
+        scaled, folded = made[0][2:]
     folded = None if norm is None else folded
     tokens, moments = kernels.merged_product(x, offset, scaled, folded, sums, squares, eps, wave)
     return tokens, moments if len(moments) else None
@@ -93,9 +95,8 @@ def reduce_patches(x: Tensor, offset: Tensor | None, norm: nn.LayerNorm | None, 
 class WindowedClassifier(Classifier):
     """A hierarchy of windowed stages. A subclass adds ``patch_embed``, ``layers``, ``norm`` and ``head``.
 
-    A stage has ``downsample`` (identity, or a patch merging with ``weights`` and ``offset``, which gives tokens and
-    their moments or None, as ``PatchEmbed`` does) and ``blocks`` called as
-    ``block(x, shift, mask, origin)``.
+    A stage has ``downsample`` (identity, or a patch merging with ``merging`` and ``offset``, which gives tokens and
+    their moments or None, as ``PatchEmbed`` does) and ``blocks`` called as ``block(x, shift, mask, origin)``.
     """
 
     patch_embed: PatchEmbed
@@ -143,13 +144,16 @@ class WindowedClassifier(Classifier):
         x, moments = self.patch_embed(x, offset if self.adaptive else None, wave)
         stages: Stages = []
         stage: Any
+        weights: list[Any] = (last + 1) * [None]
+        if self.merge_anchor is not None and self.canonical and last > 0:
+            downsamples: list[Any] = [stage.downsample for stage in self.layers[1 : last + 1]]
+            weights[1:] = self.merge_anchor.weights(x, [downsample.merging(x) for downsample in downsamples])
         for i, stage in enumerate(self.layers[: last + 1]):
             stride, window = self.feature_info[i]["reduction"], self.windows[i]
             if i > 0 and self.merge_anchor is not None:
                 x = written(x)
-                weights = stage.downsample.weights(self.merge_anchor, x) if self.canonical else None
-                o = stage.downsample.offset(self.merge_anchor, x, self.canonical, weights)
-                (x, moments), offset = stage.downsample(x, o, weights, wave), offset + stride // 2 * o
+                o = stage.downsample.offset(self.merge_anchor, x, self.canonical, weights[i])
+                (x, moments), offset = stage.downsample(x, o, weights[i], wave), offset + stride // 2 * o
             elif i > 0:
                 x, moments = stage.downsample(x)
             origin = None

@@ -15,7 +15,7 @@ from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 
 from common.activation import GELU
-from common.anchors import MergeAnchor, MergeWeights, Score
+from common.anchors import MergeAnchor, MergeWeights, Merging, Score
 from common.registry import defaults, register_model
 from common.residual import add_norm
 from common.weights import kept
@@ -87,8 +87,8 @@ class PatchMerging(nn.Module):
         it was chosen. With ``wave`` also the tokens' moments, where they cost little: see ``reduce_patches``."""
         return reduce_patches(x, offset, self.norm, self.reduction, weights, wave)
 
-    def weights(self, anchor: MergeAnchor, x: Tensor) -> MergeWeights:
-        return anchor.weights(x, self.reduction, self.norm, reduction_dtype(x, self.norm, self.reduction))
+    def merging(self, x: Tensor) -> Merging:
+        return Merging(self.reduction, self.norm, reduction_dtype(x, self.norm, self.reduction))
 
     def offset(self, anchor: MergeAnchor, x: Tensor, fast: bool, weights: MergeWeights | None) -> Tensor:
         return anchor.offset(x, self.reduction, self.norm, fast, weights)

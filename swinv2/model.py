@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common.activation import GELU
-from common.anchors import MergeAnchor, MergeWeights, Score
+from common.anchors import MergeAnchor, MergeWeights, Merging, Score
 from common.kernels import product_dtype
 from common.registry import defaults, register_model
 from common.weights import kept
@@ -121,8 +121,8 @@ class PatchMerging(nn.Module):
         it was chosen. The tokens' moments are not known before their norm."""
         return self.norm(reduce_patches(x, offset, None, self.reduction, weights)[0]), None
 
-    def weights(self, anchor: MergeAnchor, x: Tensor) -> MergeWeights:
-        return anchor.weights(x, self.reduction, None, reduction_dtype(x, None, self.reduction))
+    def merging(self, x: Tensor) -> Merging:
+        return Merging(self.reduction, None, reduction_dtype(x, None, self.reduction))
 
     def offset(self, anchor: MergeAnchor, x: Tensor, fast: bool, weights: MergeWeights | None) -> Tensor:
         return anchor.offset(x, self.reduction, None, fast, weights)

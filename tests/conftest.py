@@ -48,7 +48,7 @@ def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         for how in (kernels.patches.TOKENS, kernels.patches.PHASES):
             monkeypatch.setitem(how, "programs", 4)
     if kernels.INTERPRETED and request.path.stem != "test_sketching" and "weights" not in request.node.name:
-        for name in ("COLUMNS", "POOLED"):
+        for name in ("COLUMNS", "POOLED", "MERGED"):
             monkeypatch.setattr(kernels.sketching, name, 256)
 
 

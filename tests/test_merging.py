@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common import kernels
-from common.anchors import MergeAnchor
+from common.anchors import MergeAnchor, Merging
 from common.registry import create_model
 from common.windowed import merge_patches, reduce_patches
 
@@ -217,9 +217,10 @@ def test_merged_product_in_half_precision(normalised: bool) -> None:
     norm = lively(nn.LayerNorm(4 * 32)) if normalised else None
     x, offset = (20 * normalised + torch.randn(2, 4, 6, 32)).half(), torch.tensor([(1, 3), (0, 4)])
     weight = torch.randn(64, 128) / 128**0.5
-    gain, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+    gains, biases = ([], []) if norm is None else ([norm.weight], [norm.bias])
     sums, squares = (None, None) if norm is None else (x.float().sum(-1), x.float().square().sum(-1))
-    _, _, scaled, folded = kernels.merging_weights(weight, None, gain, bias, x.dtype, x.dtype)
+    made = kernels.merging_weights([weight], None, gains, biases, x.dtype, x.dtype, [True], [False])
+    _, _, scaled, folded = made[0]
     out, _ = kernels.merged_product(x, offset, scaled, folded if normalised else None, sums, squares, 1e-5)
     expected = merge_patches(x.double(), offset, None if norm is None else deepcopy(norm).double()) @ weight.double().T
     assert out.dtype == torch.half
@@ -233,7 +234,7 @@ def test_merged_product_of_sums_that_lie_anywhere() -> None:
     x, offset, weight = torch.randn(3, 4, 6, 16), torch.tensor([(1, 1), (0, 1), (3, 5)]), torch.randn(32, 64)
     gain, both_sums = torch.randn(64), torch.stack([x.sum(-1), x.square().sum(-1)], 1)
     sums, squares = both_sums.unbind(1)
-    _, _, scaled, folded = kernels.merging_weights(weight, None, gain, None, x.dtype, x.dtype)
+    _, _, scaled, folded = kernels.merging_weights([weight], None, [gain], [], x.dtype, x.dtype, [True], [False])[0]
     out, _ = kernels.merged_product(x, offset, scaled, folded, sums, squares, 1e-5)
     for total, square in [
         (sums.contiguous(), squares), (sums.contiguous(), squares.contiguous()),
@@ -254,12 +255,12 @@ def test_weights_of_a_merging(monkeypatch: pytest.MonkeyPatch, channels: int, ou
     norm, reduction = lively(nn.LayerNorm(4 * channels)), nn.Linear(4 * channels, outputs, bias=False)
     anchor, x = MergeAnchor(sketch=sketch), torch.randn(1, 4, 4, channels)
     given = norm if normalised else None
-    ready = anchor.weights(x, reduction, given, torch.float32)
+    (ready,) = anchor.weights(x, [Merging(reduction, given, torch.float32)])
     assert ready.scaled is not None
     assert ready.folded is not None
     with monkeypatch.context() as patch:
         patch.setattr(kernels.base, "ENABLED", False)
-        plain = anchor._of_weights(reduction, given, x.dtype, None)
+        (plain,) = anchor.weights(x, [Merging(reduction, given)])
     assert torch.allclose(ready.kernel, plain.kernel, atol=1e-5, rtol=1e-5)
     assert (ready.fold is None) == (plain.fold is None) == (not normalised)
     if ready.fold is not None and plain.fold is not None:
@@ -281,11 +282,39 @@ def test_weights_of_a_merging(monkeypatch: pytest.MonkeyPatch, channels: int, ou
 def test_weights_of_a_merging_that_change() -> None:
     """What is kept is made again when the gain of the norm alone has changed."""
     norm, reduction, anchor = lively(nn.LayerNorm(32)), nn.Linear(32, 16, bias=False), MergeAnchor(sketch=4)
-    x = torch.randn(1, 4, 4, 8)
-    before = anchor.weights(x, reduction, norm, torch.float32)
-    assert anchor.weights(x, reduction, norm, torch.float32).scaled is before.scaled
+    x, mergings = torch.randn(1, 4, 4, 8), [Merging(reduction, norm, torch.float32)]
+    (before,) = anchor.weights(x, mergings)
+    assert anchor.weights(x, mergings)[0].scaled is before.scaled
     norm.weight.mul_(2)
-    assert torch.allclose(anchor.weights(x, reduction, norm, torch.float32).kernel, 2 * before.kernel)
+    assert torch.allclose(anchor.weights(x, mergings)[0].kernel, 2 * before.kernel)
+
+
+@interpreted
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("count", [2, 3, 4])
+@torch.no_grad()
+def test_weights_of_several_mergings(monkeypatch: pytest.MonkeyPatch, count: int,
+                                     normalised: bool) -> None:  # fmt: skip
+    """Those of each by itself, to the bit, from one launch for three: some for one pass, some not, some scaled."""
+    anchor, x, mergings = MergeAnchor(sketch=4), torch.randn(1, 4, 4, 8), []
+    sketched = launches(monkeypatch, "sketching")
+    for i, channels in enumerate((32, 24, 64, 40)[:count]):
+        norm, reduction = lively(nn.LayerNorm(4 * channels)), nn.Linear(4 * channels, 2 * channels + i, bias=False)
+        mergings.append(Merging(reduction, norm if normalised else None, torch.float32 if i % 2 else None))
+    together = anchor.weights(x, mergings)
+    assert sketched == ["_merging_weights"] * (1 if count < 4 else 2)
+    assert [weights.taps.ndim for weights in together] == [2, 3, 2, 3][:count]  # 32 and 64 channels are known
+    for merging, weights in zip(mergings, together, strict=True):
+        (alone,) = anchor.weights(x, [merging])
+        assert torch.equal(weights.taps, alone.taps)
+        assert (weights.scaled is None) == (merging.scaled is None)
+        assert (weights.fold is None) == (not normalised)
+        for one, other in zip(weights[2:], alone[2:], strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
+        if weights.fold is not None and alone.fold is not None:
+            assert torch.equal(weights.fold.sums, alone.fold.sums)
+            assert torch.equal(weights.fold.constant, alone.fold.constant)
 
 
 @interpreted

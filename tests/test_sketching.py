@@ -8,7 +8,7 @@ from conftest import both, interpreted, launches, randomize
 from torch import Tensor, nn
 
 from common import kernels
-from common.anchors import ConvAnchor, MergeAnchor
+from common.anchors import ConvAnchor, MergeAnchor, Merging
 from cvt.model import KeyValueAnchor
 from mvitv2.model import PoolAnchor, PoolingAttention
 
@@ -106,14 +106,16 @@ def test_taps_of_poolings(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride
 @torch.no_grad()
 def test_taps_of_a_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool, once: bool, sketch: int) -> None:
     anchor, reduction, norm = MergeAnchor(sketch=sketch), nn.Linear(80, 40, bias=False), randomize(nn.LayerNorm(80))
-    given = norm if normalised else None
+    given, x = norm if normalised else None, torch.randn(1, 4, 4, 20)
 
     def ready(once: bool) -> tuple[Tensor, ...]:
-        made = anchor._of_weights(reduction, given, torch.float32, None, once)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "fits_token_scores", lambda *args: once)
+            (made,) = anchor._of_weights(x, [Merging(reduction, given)])
         return made.taps.flatten(0, -2), made.kernel, *(made.fold.whole()[:2] if made.fold is not None else ())
 
     def plain(once: bool) -> tuple[Tensor, ...]:
-        made = anchor._of_weights(reduction, given, torch.float32, None)
+        (made,) = anchor._of_weights(x, [Merging(reduction, given)])
         taps, _ = anchor._taps(made.kernel, None, made.fold, torch.float32, once)
         return taps, made.kernel, *(made.fold.whole()[:2] if made.fold is not None else ())
 

@@ -5,11 +5,13 @@ In a compiled graph weights are inputs like others, and all this is done in ever
 - ``sketched``: of any weights and the bias that goes with them.
 - ``convolution_taps``: of those of a convolution.
 - ``depthwise_taps``, ``pooled_taps``: of depthwise convolutions, without and with a projection before them.
-- ``merging_weights``: of those of a patch merging, with the norm before it; and what ``merged_product`` takes of these.
+- ``merging_weights``: of those of patch mergings, with the norms before them; and what ``merged_product`` takes.
 
 Taps are (2 C, n) with ``once``, for ``token_scores``: see ``in_one_pass``. Else they are (n, C), a tap being a row, a
 column and an output, with zeros up to a multiple of eight.
 """
+
+from math import prod
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ if AVAILABLE:
 
 __all__ = ["convolution_taps", "depthwise_taps", "fits_sketch", "merging_weights", "pooled_taps", "sketched"]
 
-COLUMNS, POOLED = 8, 16  # of weights that one program mixes: 32 bytes of each row, or 64
+COLUMNS, POOLED, MERGED = 8, 16, 16  # of weights that one program mixes: 32 bytes of each row, or 64
 CHANNELS = 64  # of one tap that a program mixes
 
 
@@ -36,9 +38,11 @@ def fits_sketch(mixing: Tensor | None, *weights: Tensor) -> bool:
 
 
 def _new_taps(like: Tensor, r: int, channels: int, side: int, dtype: torch.dtype, once: bool) -> Tensor:
-    rows = -(-r * side * side // 8) * 8
-    return torch.empty((2 * channels, 32 if side == 2 else 64) if once else (rows, channels), dtype=dtype,
-                       device=like.device)  # fmt: skip
+    return torch.empty(_shape_of_taps(r, channels, side, once), dtype=dtype, device=like.device)
+
+
+def _shape_of_taps(r: int, channels: int, side: int, once: bool) -> tuple[int, int]:
+    return (2 * channels, 32 if side == 2 else 64) if once else (-(-r * side * side // 8) * 8, channels)
 
 
 if AVAILABLE:
@@ -145,17 +149,16 @@ if AVAILABLE:
         tl.store(constant + r + c, tl.zeros_like(mixed), c + tap == 0)
 
     @triton.jit
-    def _merging_weights(mixing, weight, gain, bias, taps, parts, scaled, folded, ms, BLOCKS: tl.constexpr,
-                         WIDTH: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr,
-                         BIAS: tl.constexpr, ONCE: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr,
-                         K: tl.constexpr):  # fmt: skip
-        """The first programs make four combinations of all rows of J columns, which are read at once, of ``BLOCKS`` of
-        these; the others scale a row each.
+    def _merging(program, mixing, weight, gain, bias, taps, parts, scaled, folded, ms, WIDTH: tl.constexpr,
+                 D: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ONCE: tl.constexpr,
+                 ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):  # fmt: skip
+        """The first programs make four combinations of all rows of J columns, which are read at once; the others scale
+        a row each.
 
         A sum over all columns is left in parts, one of each block. Of a scaled row it is taken after rounding.
         """
+        BLOCKS: tl.constexpr = (WIDTH + J - 1) // J
         GROUPS: tl.constexpr = (COUNT + 3) // 4
-        program = tl.program_id(0)
         if program < BLOCKS * GROUPS:
             block, r, d = program // GROUPS, program % GROUPS * 4, tl.arange(0, ROWS)
             j = block * J + tl.arange(0, J)
@@ -182,6 +185,36 @@ if AVAILABLE:
             tl.store(scaled + n * WIDTH + k, row, k < WIDTH)
             if NORM:
                 tl.store(folded + n, tl.sum(row.to(tl.float32), 0))
+
+    @triton.jit
+    def _merging_weights(mixing, weight0, weight1, weight2, gain0, gain1, gain2, bias0, bias1, bias2, taps, parts,
+                         scaled, folded, ms, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
+                         D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, LINES0: tl.constexpr,
+                         LINES1: tl.constexpr, LINES2: tl.constexpr, TAPS0: tl.constexpr, TAPS1: tl.constexpr,
+                         TAPS2: tl.constexpr, ONCE0: tl.constexpr, ONCE1: tl.constexpr, ONCE2: tl.constexpr,
+                         ROWS0: tl.constexpr, ROWS1: tl.constexpr, ROWS2: tl.constexpr, K0: tl.constexpr,
+                         K1: tl.constexpr, K2: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr,
+                         BIAS: tl.constexpr, J: tl.constexpr):  # fmt: skip
+        """Up to three mergings in one launch, the last, which is the largest, first; results lie one after another."""
+        GROUPS: tl.constexpr = (COUNT + 3) // 4
+        PARTS1: tl.constexpr = (WIDTH0 + J - 1) // J * 2 * COUNT
+        PARTS2: tl.constexpr = PARTS1 + (WIDTH1 + J - 1) // J * 2 * COUNT
+        FIRST: tl.constexpr = (WIDTH2 + J - 1) // J * GROUPS + LINES2
+        SECOND: tl.constexpr = FIRST + (WIDTH1 + J - 1) // J * GROUPS + LINES1
+        program = tl.program_id(0)
+        if program < FIRST:
+            if D2 > 0:
+                _merging(program, mixing, weight2, gain2, bias2, taps + (TAPS0 + TAPS1), parts + PARTS2,
+                         scaled + (LINES0 * WIDTH0 + LINES1 * WIDTH1), folded + 2 * (LINES0 + LINES1), ms, WIDTH2, D2,
+                         COUNT, NORM, BIAS, ONCE2, ROWS2, J, K2)  # fmt: skip
+        elif program < SECOND:
+            if D1 > 0:
+                _merging(program - FIRST, mixing, weight1, gain1, bias1, taps + TAPS0, parts + PARTS1,
+                         scaled + LINES0 * WIDTH0, folded + 2 * LINES0, ms, WIDTH1, D1, COUNT, NORM, BIAS, ONCE1,
+                         ROWS1, J, K1)  # fmt: skip
+        else:
+            _merging(program - SECOND, mixing, weight0, gain0, bias0, taps, parts, scaled, folded, ms, WIDTH0, D0,
+                     COUNT, NORM, BIAS, ONCE0, ROWS0, J, K0)  # fmt: skip
 
 
 def _sketch_warps(rows: int, columns: int = COLUMNS) -> int:
@@ -245,27 +278,55 @@ def pooled_taps(mixing: Tensor, weight: Tensor, bias: Tensor, pools: list[Tensor
     return taps, constant if once else constant.sum(0)
 
 
-@operator("shift_vits::merging_weights")
-def merging_weights(weight: Tensor, mixing: Tensor | None, gain: Tensor | None, bias: Tensor | None,
-                    dtype: torch.dtype, scale: torch.dtype | None,
-                    once: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What an anchor and ``merged_product`` need of weights (D, 4C) that follow a norm with ``gain`` and ``bias``.
+def merging_weights(weights: list[Tensor], mixing: Tensor | None, gains: list[Tensor], biases: list[Tensor],
+                    dtype: torch.dtype, scale: torch.dtype | None, scaled: list[bool],
+                    once: list[bool]) -> list[tuple[Tensor, ...]]:  # fmt: skip
+    """What anchors and ``merged_product`` need of the weights (D, 4C) of mergings, of three in one launch. Each follows
+    a norm with a gain and, where given, a bias (4C,), or none does. Of each merging:
 
-    - of the rows' combinations ``mixing`` (r, D), or none: taps of type ``dtype``, times gain; and partial sums
+    - of the rows' combinations ``mixing`` (r, D or more), or none: taps of type ``dtype``, times gain; and partial sums
       (parts, 2, r) of these over all columns, before they are rounded, and of their products with bias, without gain;
-    - the weights times gain (D, 4C), of type ``scale``, or none; and their sums over columns, as rounded, so that what
-      is taken off for a mean is what it adds, and their products with bias: (2, D).
+    - where it is to be ``scaled``, the weights times gain (D, 4C), of type ``scale``; and their sums over columns, as
+      rounded, so that what is taken off for a mean is what it adds, and their products with bias: (2, D).
     """
-    (d, wide), r = weight.shape, 0 if mixing is None else len(mixing)
-    blocks = -(-wide // COLUMNS) if r else 0
-    rows, lines = power(d), 0 if scale is None else d
-    taps = _new_taps(weight, r, wide // 4, 2, dtype, once)
-    scaled = torch.empty((lines, wide), dtype=scale or dtype, device=weight.device)
-    parts = torch.empty((0 if gain is None else blocks, 2, r), dtype=torch.float32, device=weight.device)
-    folded = torch.empty((2, 0 if gain is None else lines), dtype=torch.float32, device=weight.device)
-    given = [weight if tensor is None else tensor for tensor in (gain, bias)]
-    launch(_merging_weights, (blocks * -(-r // 4) + lines,), weight if mixing is None else mixing, weight, *given,
-           taps, parts, scaled, folded, 0 if mixing is None else mixing.stride(0), BLOCKS=blocks, WIDTH=wide, D=d,
-           COUNT=r, NORM=gain is not None, BIAS=bias is not None, ONCE=once, ROWS=rows, J=COLUMNS,
-           K=power(wide), num_warps=min(4, _sketch_warps(rows)))  # fmt: skip
-    return taps, parts, scaled, folded
+    made: list[tuple[Tensor, ...]] = []
+    r = 0 if mixing is None else len(mixing)
+    for i in range(0, len(weights), 3):
+        some = slice(i, i + 3)
+        flat = merging_weights_of_three(weights[some], mixing, gains[some], biases[some], dtype, scale, scaled[some],
+                                        once[some])  # fmt: skip
+        at = [0, 0, 0, 0]
+        for weight, line, one in zip(weights[some], scaled[some], once[some], strict=True):
+            wide, lines = weight.shape[1], len(weight) * line
+            shapes = [_shape_of_taps(r, wide // 4, 2, one) if r else (0, wide // 4),
+                      (-(-wide // MERGED) if gains else 0, 2, r), (lines, wide),
+                      (2, lines if gains else 0)]  # fmt: skip
+            made.append(tuple(t[a : a + prod(n)].view(n) for t, a, n in zip(flat, at, shapes, strict=True)))
+            at = [a + prod(n) for a, n in zip(at, shapes, strict=True)]
+    return made
+
+
+@operator("shift_vits::merging_weights")
+def merging_weights_of_three(weights: list[Tensor], mixing: Tensor | None, gains: list[Tensor], biases: list[Tensor],
+                             dtype: torch.dtype, scale: torch.dtype | None, scaled: list[bool],
+                             once: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``merging_weights`` of at most three, each kind of results one after another."""
+    like, r, norm = weights[0], 0 if mixing is None else len(mixing), len(gains) > 0
+    none = 3 - len(weights)
+    d, wide = [len(weight) for weight in weights] + none * [0], [weight.shape[1] for weight in weights] + none * [0]
+    lines = [len(weight) * line for weight, line in zip(weights, scaled, strict=True)] + none * [0]
+    taps = [prod(_shape_of_taps(r, n // 4, 2, one)) * (r > 0) for n, one in zip(wide, once, strict=False)] + none * [0]
+    blocks = sum(-(-n // MERGED) for n in wide)
+    out = (torch.empty(sum(taps), dtype=dtype, device=like.device),
+           torch.empty(blocks * 2 * r * norm, dtype=torch.float32, device=like.device),
+           torch.empty(sum(n * line for n, line in zip(wide, lines, strict=True)), dtype=scale or dtype,
+                       device=like.device),
+           torch.empty(2 * sum(lines) * norm, dtype=torch.float32, device=like.device))  # fmt: skip
+    given = [[*tensors, *(3 - len(tensors)) * [like]] for tensors in (weights, gains, biases)]
+    each: dict[str, list[int]] = {"WIDTH": wide, "D": d, "LINES": lines, "TAPS": taps, "ONCE": [*once, *none * [False]],
+            "ROWS": [power(max(1, n)) for n in d], "K": [power(max(1, n)) for n in wide]}  # fmt: skip
+    launch(_merging_weights, (blocks * -(-r // 4) + sum(lines),), like if mixing is None else mixing,
+           *(tensor for tensors in given for tensor in tensors), *out, 0 if mixing is None else mixing.stride(0),
+           **{f"{name}{i}": value for name, values in each.items() for i, value in enumerate(values)}, COUNT=r,
+           NORM=norm, BIAS=len(biases) > 0, J=MERGED, num_warps=4)  # fmt: skip
+    return out

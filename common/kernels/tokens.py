@@ -58,12 +58,13 @@ def fits_token_kernel(x: Tensor, weight: Tensor, stride: tuple[int, int]) -> boo
     return usable(x) and x.dtype != torch.float64 and fits and whole
 
 
-def fits_token_scores(x: Tensor, outputs: int, side: int, padding: int) -> bool:
-    """Whether ``token_scores`` takes tokens (B, H, W, C) for which ``fits_token_kernel`` holds: half precision, known
-    channels, 4 outputs, a 2 x 2 kernel without padding or a 3 x 3 kernel with 1."""
+def fits_token_scores(x: Tensor, outputs: int, side: int, padding: int, channels: int = 0) -> bool:
+    """Whether ``token_scores`` takes tokens (B, H, W, C), or such with so many channels, for which
+    ``fits_token_kernel`` holds: half precision, known channels, 4 outputs, a 2 x 2 kernel without padding or a 3 x 3
+    kernel with 1."""
     half = x.dtype in (torch.bfloat16, torch.float16) or INTERPRETED
     dense = x.stride()[1:] == (x.shape[2] * x.shape[3], x.shape[3], 1)
-    return half and x.shape[3] in READINGS and outputs == 4 and padding == side - 2 and dense
+    return half and (channels or x.shape[3]) in READINGS and outputs == 4 and padding == side - 2 and dense
 
 
 def _strip(images: int, rows: int, stride: int) -> int:
