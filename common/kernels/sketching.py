@@ -26,6 +26,7 @@ if AVAILABLE:
 __all__ = ["convolution_taps", "depthwise_taps", "fits_sketch", "merging_weights", "pooled_taps", "sketched"]
 
 COLUMNS, POOLED, MERGED = 8, 16, 16  # of weights that one program mixes: 32 bytes of each row, or 64
+SCALED = 4  # rows of weights that one program scales
 CHANNELS = 64  # of one tap that a program mixes
 
 
@@ -149,14 +150,27 @@ if AVAILABLE:
         tl.store(constant + r + c, tl.zeros_like(mixed), c + tap == 0)
 
     @triton.jit
+    def _scale_rows(weight, gain, bias, scaled, folded, first, WIDTH: tl.constexpr, D: tl.constexpr,
+                    NORM: tl.constexpr, BIAS: tl.constexpr, L: tl.constexpr, K: tl.constexpr):  # fmt: skip
+        """L rows times gain, their sums, as rounded, and those of their products with bias."""
+        n, k = first + tl.arange(0, L), tl.arange(0, K)
+        place, keep = n[:, None] * WIDTH + k[None, :], (n < D)[:, None] & (k < WIDTH)[None, :]
+        row = tl.load(weight + place, keep, 0.0).to(tl.float32)
+        if NORM:
+            shift = tl.load(bias + k, (k < WIDTH) & BIAS, 0.0).to(tl.float32)
+            tl.store(folded + D + n, tl.sum(row * shift[None, :], 1), n < D)
+            row *= tl.load(gain + k, k < WIDTH, 0.0).to(tl.float32)[None, :]
+        row = row.to(scaled.dtype.element_ty)
+        tl.store(scaled + place, row, keep)
+        if NORM:
+            tl.store(folded + n, tl.sum(row.to(tl.float32), 1), n < D)
+
+    @triton.jit
     def _merging(program, mixing, weight, gain, bias, taps, parts, scaled, folded, ms, WIDTH: tl.constexpr,
                  D: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ONCE: tl.constexpr,
-                 ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):  # fmt: skip
-        """The first programs make four combinations of all rows of J columns, which are read at once; the others scale
-        a row each.
-
-        A sum over all columns is left in parts, one of each block. Of a scaled row it is taken after rounding.
-        """
+                 ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr, L: tl.constexpr):  # fmt: skip
+        """The first programs make four combinations of all rows of J columns, which are read at once, and leave a sum
+        over these columns in parts; the others scale L rows each."""
         BLOCKS: tl.constexpr = (WIDTH + J - 1) // J
         GROUPS: tl.constexpr = (COUNT + 3) // 4
         if program < BLOCKS * GROUPS:
@@ -176,15 +190,7 @@ if AVAILABLE:
             _store(taps, mixed, r, token % 2, token // 2, j % (WIDTH // 4), (j < WIDTH) & (r < COUNT), WIDTH // 4,
                    COUNT, 2, ONCE)  # fmt: skip
         else:
-            n, k = program - BLOCKS * GROUPS, tl.arange(0, K)
-            row = tl.load(weight + n * WIDTH + k, k < WIDTH, 0.0).to(tl.float32)
-            if NORM:
-                tl.store(folded + D + n, tl.sum(row * tl.load(bias + k, (k < WIDTH) & BIAS, 0.0).to(tl.float32), 0))
-                row *= tl.load(gain + k, k < WIDTH, 0.0).to(tl.float32)
-            row = row.to(scaled.dtype.element_ty)
-            tl.store(scaled + n * WIDTH + k, row, k < WIDTH)
-            if NORM:
-                tl.store(folded + n, tl.sum(row.to(tl.float32), 0))
+            _scale_rows(weight, gain, bias, scaled, folded, (program - BLOCKS * GROUPS) * L, WIDTH, D, NORM, BIAS, L, K)
 
     @triton.jit
     def _merging_weights(mixing, weight0, weight1, weight2, gain0, gain1, gain2, bias0, bias1, bias2, taps, parts,
@@ -194,27 +200,27 @@ if AVAILABLE:
                          TAPS2: tl.constexpr, ONCE0: tl.constexpr, ONCE1: tl.constexpr, ONCE2: tl.constexpr,
                          ROWS0: tl.constexpr, ROWS1: tl.constexpr, ROWS2: tl.constexpr, K0: tl.constexpr,
                          K1: tl.constexpr, K2: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr,
-                         BIAS: tl.constexpr, J: tl.constexpr):  # fmt: skip
+                         BIAS: tl.constexpr, J: tl.constexpr, L: tl.constexpr):  # fmt: skip
         """Up to three mergings in one launch, the last, which is the largest, first; results lie one after another."""
         GROUPS: tl.constexpr = (COUNT + 3) // 4
         PARTS1: tl.constexpr = (WIDTH0 + J - 1) // J * 2 * COUNT
         PARTS2: tl.constexpr = PARTS1 + (WIDTH1 + J - 1) // J * 2 * COUNT
-        FIRST: tl.constexpr = (WIDTH2 + J - 1) // J * GROUPS + LINES2
-        SECOND: tl.constexpr = FIRST + (WIDTH1 + J - 1) // J * GROUPS + LINES1
+        FIRST: tl.constexpr = (WIDTH2 + J - 1) // J * GROUPS + (LINES2 + L - 1) // L
+        SECOND: tl.constexpr = FIRST + (WIDTH1 + J - 1) // J * GROUPS + (LINES1 + L - 1) // L
         program = tl.program_id(0)
         if program < FIRST:
             if D2 > 0:
                 _merging(program, mixing, weight2, gain2, bias2, taps + (TAPS0 + TAPS1), parts + PARTS2,
                          scaled + (LINES0 * WIDTH0 + LINES1 * WIDTH1), folded + 2 * (LINES0 + LINES1), ms, WIDTH2, D2,
-                         COUNT, NORM, BIAS, ONCE2, ROWS2, J, K2)  # fmt: skip
+                         COUNT, NORM, BIAS, ONCE2, ROWS2, J, K2, L)  # fmt: skip
         elif program < SECOND:
             if D1 > 0:
                 _merging(program - FIRST, mixing, weight1, gain1, bias1, taps + TAPS0, parts + PARTS1,
                          scaled + LINES0 * WIDTH0, folded + 2 * LINES0, ms, WIDTH1, D1, COUNT, NORM, BIAS, ONCE1,
-                         ROWS1, J, K1)  # fmt: skip
+                         ROWS1, J, K1, L)  # fmt: skip
         else:
             _merging(program - SECOND, mixing, weight0, gain0, bias0, taps, parts, scaled, folded, ms, WIDTH0, D0,
-                     COUNT, NORM, BIAS, ONCE0, ROWS0, J, K0)  # fmt: skip
+                     COUNT, NORM, BIAS, ONCE0, ROWS0, J, K0, L)  # fmt: skip
 
 
 def _sketch_warps(rows: int, columns: int = COLUMNS) -> int:
@@ -325,8 +331,9 @@ def merging_weights_of_three(weights: list[Tensor], mixing: Tensor | None, gains
     given = [[*tensors, *(3 - len(tensors)) * [like]] for tensors in (weights, gains, biases)]
     each: dict[str, list[int]] = {"WIDTH": wide, "D": d, "LINES": lines, "TAPS": taps, "ONCE": [*once, *none * [False]],
             "ROWS": [power(max(1, n)) for n in d], "K": [power(max(1, n)) for n in wide]}  # fmt: skip
-    launch(_merging_weights, (blocks * -(-r // 4) + sum(lines),), like if mixing is None else mixing,
+    programs = blocks * -(-r // 4) + sum(-(-n // SCALED) for n in lines)
+    launch(_merging_weights, (programs,), like if mixing is None else mixing,
            *(tensor for tensors in given for tensor in tensors), *out, 0 if mixing is None else mixing.stride(0),
            **{f"{name}{i}": value for name, values in each.items() for i, value in enumerate(values)}, COUNT=r,
-           NORM=norm, BIAS=len(biases) > 0, J=MERGED, num_warps=4)  # fmt: skip
+           NORM=norm, BIAS=len(biases) > 0, J=MERGED, L=SCALED, num_warps=4)  # fmt: skip
     return out
