@@ -229,6 +229,7 @@ def test_offsets_of_windows(monkeypatch: pytest.MonkeyPatch, size: tuple[int, in
 @pytest.mark.parametrize("programs", [1, 400], ids=["long strips", "short strips"])
 @pytest.mark.parametrize(("kernel", "stride", "size", "channels", "norm"), [
     (2, 2, (8, 10), 32, "patch"),
+    (2, 2, (8, 28), 96, "patch"),
     (2, 2, (8, 56), 64, None),
     (3, 2, (12, 14), 96, None),
     (3, 2, (6, 6), 128, None),
@@ -260,8 +261,8 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
     fast = run()
     assert torch.equal(anchor.choose(x, weight, conv, added, fold, fast=True), best_offset(fast))
     assert ("_best_phase" in launched) == (programs > 1)
-    assert ("_token_rows" in launched) == (norm is None and channels <= 128)
-    assert ("_token_scores" in launched) == (programs == 1 or norm is not None or channels > 128)
+    assert ("_token_rows" in launched) == (channels <= 128)
+    assert ("_token_scores" in launched) == (programs == 1 or channels > 128)
     assert "_token_energies" not in launched
     with monkeypatch.context() as patch:
         patch.setattr(kernels.tokens, "READINGS", {})

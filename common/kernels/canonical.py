@@ -83,11 +83,11 @@ if AVAILABLE:
         return number.to(tl.int64)
 
     @triton.jit
-    def _steps(a, n, T: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
-        """By how much each of n numbers on a ring is more than the one before."""
+    def _steps(a, n, T: tl.constexpr, PARTS: tl.constexpr):
+        """By how much each of n numbers on a ring is more than the one before; beyond them by -2^50."""
         j = tl.arange(0, T)
         step = _numbers(a, j, j < n, n, PARTS) - _numbers(a, tl.where(j == 0, n - 1, j - 1), j < n, n, PARTS)
-        return tl.where(j < n, step, LEAST)
+        return tl.where(j < n, step, -0x4000000000000)
 
     @triton.jit
     def _hash(a, kernel, n, T: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr):
@@ -102,15 +102,18 @@ if AVAILABLE:
         return tl.sum(total, 0)
 
     @triton.jit
-    def _largest(score, among, n, LEAST: tl.constexpr):
-        """Of places below n, others being n or more, those with the largest score, others n."""
-        score = tl.where(among < n, score, LEAST)
-        return tl.where(score == tl.max(score, 0), among, n)
+    def _steepest(step, T: tl.constexpr):
+        """The largest step, below 2^50 either way, and the first and the last place of such: all from one maximum."""
+        place = tl.arange(0, T)
+        first, last = tl.split(tl.max(tl.join(step * 4096 + (4095 - place), step * 4096 + place), 0))
+        return first >> 12, 4095 - (first & 4095).to(tl.int32), (last & 4095).to(tl.int32)
 
     @triton.jit
-    def _several(places, n):
-        """Whether there are two places below n, or more."""
-        return tl.sum((places < n).to(tl.int32), 0) > 1
+    def _largest(score, among, n, LEAST: tl.constexpr):
+        """Of places below n, others being n or more, those with the largest score, others n; and that score."""
+        score = tl.where(among < n, score, LEAST)
+        most = tl.max(score, 0)
+        return tl.where(score == most, among, n), most
 
     @triton.jit
     def _tile(pixels, i, j, height, width):
@@ -143,12 +146,14 @@ if AVAILABLE:
         pixels, sums, d = g + image.to(tl.int64) * height * width, s + image * width, d + image * (PARTS * height)
         if TH <= K and TW <= N:
             tile = _tile(pixels, tl.arange(0, K), tl.arange(0, N), height, width)
-        rows = _largest(_steps(d, height, TH, PARTS, LEAST), h, height, LEAST)
-        if _several(rows, height):
-            rows = _largest(_hash(d, kernel, height, TH, DOWN, PARTS), rows, height, LEAST)
-        first, several = tl.min(rows, 0), _several(rows, height)
+        step = _steps(d, height, TH, PARTS)
+        highest, first, last = _steepest(step, TH)
+        rows = tl.where(step == highest, h, height)
+        if first < last:
+            rows, _most = _largest(_hash(d, kernel, height, TH, DOWN, PARTS), rows, height, LEAST)
+            first, last = tl.min(rows, 0), tl.max(tl.where(rows < height, rows, 0), 0)
         row, down, right = first, first, first * 0
-        most = first.to(tl.int64) * 0 + LEAST
+        most = highest * 0 + LEAST
         best = most
         while row < height:
             bit = 2 * tl.arange(0, 16)  # y has 16 bits at most: the last eight digits are zeros
@@ -166,17 +171,18 @@ if AVAILABLE:
                 number = tl.sum(total.to(tl.int32).to(tl.int64) << bit.to(tl.int64)[None, :], 1)
                 tl.store(sums + j, number, j < width)
             tl.debug_barrier()  # other threads read these sums
-            step = _steps(sums, width, TW, 1, LEAST)
-            columns, highest, told = _largest(step, w, width, LEAST), tl.max(step, 0), most * 0
-            if several | _several(columns, width):
-                score = _hash(sums, kernel + length, width, TW, ACROSS, 1)
-                columns = _largest(score, columns, width, LEAST)
-                told = tl.max(tl.where(columns < width, score, LEAST), 0)
+            step, told = _steps(sums, width, TW, 1), most * 0
+            highest, column, other = _steepest(step, TW)
+            if (first < last) | (column < other):
+                columns = tl.where(step == highest, w, width)
+                columns, told = _largest(_hash(sums, kernel + length, width, TW, ACROSS, 1), columns, width, LEAST)
+                column = tl.min(columns, 0)
             better = (highest > most) | ((highest == most) & (told > best))
-            down, right = tl.where(better, row, down), tl.where(better, tl.min(columns, 0), right)
+            down, right = tl.where(better, row, down), tl.where(better, column, right)
             most, best = tl.where(better, highest, most), tl.where(better, told, best)
-            row = tl.min(tl.where(rows > row, rows, height), 0)
-            if row < height:
+            before, row = row, height + 0 * row
+            if before < last:
+                row = tl.min(tl.where(rows > before, rows, height), 0)
                 row = tl.where(_repeats(pixels, row - first, height, width, N), height, row)
             tl.debug_barrier()  # before they are written again
         tl.store(out + 2 * image, down.to(tl.int64))

@@ -159,7 +159,7 @@ def best_phase(parts: Tensor, stride: int, area: int, signed: bool, at: Tensor |
     b, count = parts.shape[:2]
     out = torch.empty((b, 2), dtype=torch.int64, device=parts.device)
     launch(_best_phase, (b,), parts, out if at is None else at.contiguous(), out, count, area, width, STRIDE=stride,
-           SIGNED=signed, PLACED=at is not None, BLOCK=max(2, min(64, power(count))),
+           SIGNED=signed, PLACED=at is not None, BLOCK=max(2, min(128, power(count))),
            num_warps=1 if count <= 32 else 4)  # fmt: skip
     return out
 
