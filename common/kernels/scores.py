@@ -74,6 +74,14 @@ if AVAILABLE:
         return tl.load(taps + ahead, (ahead < WINDOW) & (place < side) & (first < side), 0.0)
 
     @triton.jit
+    def _best_of(score, a, b, WH: tl.constexpr, WW: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+        """The first of WH x WW phases with the largest score, which is positive."""
+        keep = (a < WH)[:, None] & (b < WW)[None, :]
+        score = tl.reshape(tl.where(keep, score, -1.0), [A * B])
+        phase = tl.reshape(tl.where(keep, a[:, None] * WW + b[None, :], WH * WW - 1), [A * B])
+        return tl.min(tl.where(score == tl.max(score, 0), phase, WH * WW - 1), 0)
+
+    @triton.jit
     def _best_window(square, toward, taps, out, sm, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GAIN: tl.constexpr,
                      WH: tl.constexpr, WW: tl.constexpr, A: tl.constexpr, B: tl.constexpr, DOWN: tl.constexpr,
                      ACROSS: tl.constexpr, H: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -90,11 +98,7 @@ if AVAILABLE:
         v = tl.dot(_along(taps, h[None, :], row[:, None], HEIGHT, WH), v, input_precision=PRECISION)
         energy = tl.sum(tl.reshape(v * v, [A, DOWN, B * ACROSS]), 1)
         score = tl.sum(tl.reshape(energy, [A, B, ACROSS]).to(tl.float64), 2)
-        keep = (a < WH)[:, None] & (b < WW)[None, :]
-        score = tl.where(keep, score, -1.0)  # energies are positive
-        highest = tl.max(tl.max(score, 1), 0)
-        index = tl.where((score == highest) & keep, a[:, None] * WW + b[None, :], WH * WW - 1)
-        best = tl.min(tl.min(index, 1), 0)
+        best = _best_of(score, a, b, WH, WW, A, B)
         tl.store(out + 2 * image, (best // WW).to(tl.int64))
         tl.store(out + 2 * image + 1, (best % WW).to(tl.int64))
 
@@ -140,10 +144,7 @@ if AVAILABLE:
         score = tl.zeros([A, B], tl.float64)
         for first in range(0, width, WW):
             score += tl.load(place + first, keep, 0.0).to(tl.float64)
-        score = tl.where(keep, score, -1.0)
-        highest = tl.max(tl.max(score, 1), 0)
-        index = tl.where((score == highest) & keep, a[:, None] * WW + b[None, :], WH * WW - 1)
-        best = tl.min(tl.min(index, 1), 0)
+        best = _best_of(score, a, b, WH, WW, A, B)
         tl.store(out + 2 * image, (best // WW).to(tl.int64))
         tl.store(out + 2 * image + 1, (best % WW).to(tl.int64))
 
@@ -160,7 +161,7 @@ def best_phase(parts: Tensor, stride: int, area: int, signed: bool, at: Tensor |
     out = torch.empty((b, 2), dtype=torch.int64, device=parts.device)
     launch(_best_phase, (b,), parts, out if at is None else at.contiguous(), out, count, area, width, STRIDE=stride,
            SIGNED=signed, PLACED=at is not None, BLOCK=max(2, min(128, power(count))),
-           num_warps=1 if count <= 32 else 4)  # fmt: skip
+           num_warps=1 if count <= 32 else 4 if count <= 64 else 8)  # fmt: skip
     return out
 
 

@@ -44,7 +44,7 @@ READINGS = {
     128: Reading(64, 0, 4, 2, 256),
     192: Reading(64, 0, 4, 3, 128),
     256: Reading(128, 64, 8, 4, 128),
-    384: Reading(128, 64, 4, 3, 128),
+    384: Reading(128, 64, 4, 4, 128),
 }
 """By channels."""
 
@@ -228,12 +228,12 @@ if AVAILABLE:
         column = (n - n % 2 * 2 + STRIDE) % STRIDE  # the second position is the one before the first
         phase = tl.arange(0, STRIDE)[:, None] * STRIDE + column[None, :]
         if CHOOSE:
-            score = energy.to(tl.float64)
+            score = tl.reshape(energy.to(tl.float64), [STRIDE * STRIDE])
             if SIGNED:
-                level = tl.sqrt(tl.sum(tl.sum(score, 1), 0) / (HEIGHT * HALF * 2))
-                score += 0.01 * level * direction.to(tl.float64)
-            highest = tl.max(tl.max(score, 1), 0)
-            best = tl.min(tl.min(tl.where(score == highest, phase, STRIDE * STRIDE - 1), 1), 0)
+                level = 0.01 * tl.sqrt(tl.sum(score, 0) / (HEIGHT * HALF * 2))
+                score += level * tl.reshape(direction.to(tl.float64), [STRIDE * STRIDE])
+            phase = tl.reshape(phase, [STRIDE * STRIDE])
+            best = tl.min(tl.where(score == tl.max(score, 0), phase, STRIDE * STRIDE - 1), 0)
             tl.store(out + 2 * image, (best // STRIDE).to(tl.int64))
             tl.store(out + 2 * image + 1, (best % STRIDE).to(tl.int64))
         else:
@@ -359,7 +359,7 @@ def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
     colsum (4,) or, to be summed, (n, 4), of equal strides; sums and squares (B, H, W), float32
     -> (B, parts, 2, stride, stride), to be summed over the parts.
     """
-    if x.shape[3] <= 128 and x.shape[2] <= 2 * PAIRS:
+    if x.shape[3] <= 128 and x.shape[2] <= 2 * PAIRS and _rows_of_some(x, stride) > stride:
         return _by_rows(x, taps, bias, wave, colsum, sums, squares, side, stride, eps)
     return _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, False, False)
 
@@ -384,6 +384,11 @@ def _rows(x: Tensor, stride: int) -> int:
     """Of one strip of ``_token_scores``: all if they are one product."""
     b, h, w, c = x.shape
     return h if h * w <= 2 * READINGS[c].pairs else _cut(h, stride, b, READINGS[c].programs, LONGEST // w)
+
+
+def _rows_of_some(x: Tensor, stride: int) -> int:
+    """Of one strip of ``_token_rows``, which takes as many images side by side as there is room for."""
+    return _cut(x.shape[1], stride, -(-x.shape[0] * power(x.shape[2] // 2) // PAIRS), PROGRAMS, x.shape[1])
 
 
 def _cut(height: int, stride: int, strips: int, programs: int, most: int) -> int:
@@ -413,9 +418,8 @@ def _by_rows(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor
              squares: Tensor | None, side: int, stride: int, eps: float) -> Tensor:  # fmt: skip
     """``token_scores`` of a few channels."""
     b, h, w, c = x.shape
-    slot, parts = power(w // 2), bias.numel() // 4
+    slot, parts, rows = power(w // 2), bias.numel() // 4, _rows_of_some(x, stride)
     groups = -(-b * slot // PAIRS)
-    rows = _cut(h, stride, groups, PROGRAMS, h)
     out = torch.empty((b, h // rows, 2, stride, stride), dtype=torch.float32, device=x.device)
     given, sm = _given(bias, colsum, sums, squares)
     launch(_token_rows, (groups * h // rows,), x, taps, bias, wave, *given, out, b, h // rows, x.stride(0), sm,
