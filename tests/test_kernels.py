@@ -245,7 +245,7 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
     pairs = {} if programs == 1 else {"pairs": 16}  # so few that no image is one product
     readings = {c: how._replace(programs=programs, **pairs) for c, how in kernels.tokens.READINGS.items()}
     monkeypatch.setattr(kernels.tokens, "READINGS", readings)
-    monkeypatch.setattr(kernels.tokens, "PROGRAMS", min(programs, 2))
+    monkeypatch.setattr(kernels.tokens, "PROGRAMS", programs)
     anchor = ConvAnchor(score="energy" if norm is None else "signed", sketch=4)
     conv = Strided((kernel, kernel), (stride, stride), (kernel - 2, kernel - 2))
     x = torch.randn(3, 1 + size[0] * size[1], channels)[:, 1:].unflatten(1, size)  # behind another token
@@ -261,9 +261,8 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
     fast = run()
     assert torch.equal(anchor.choose(x, weight, conv, added, fold, fast=True), best_offset(fast))
     assert ("_best_phase" in launched) == (programs > 1)
-    rows = channels <= 128 and (programs == 1 or size[0] >= 4 * stride)  # else a strip is as short as can be
-    assert ("_token_rows" in launched) == rows
-    assert ("_token_scores" in launched) == (programs == 1 or not rows)
+    assert ("_token_rows" in launched) == (norm is None and channels <= 128)
+    assert ("_token_scores" in launched) == (programs == 1 or norm is not None or channels > 128)
     assert "_token_energies" not in launched
     with monkeypatch.context() as patch:
         patch.setattr(kernels.tokens, "READINGS", {})

@@ -363,14 +363,15 @@ def _tiles(patches: int, channels: int, outputs: int) -> dict[str, int]:
     wide, rest = (128, 64) if outputs % 192 == 0 else (max(16, min(256, power(outputs))), 0)
     more = 64 if rest and outputs > 192 else 0
     k = math.gcd(channels, 32 if rest and not more else 64)  # with 64, memory beside a processor holds one program
-    tall, warps = 128, 8
+    tall, warps, stages = 128, 8, 4
     if -(-patches // (tall + more)) * -(-outputs // (wide + rest)) < FEWEST:
         tall, more, rest, warps, rows = 64, 0, 0, 4, -(-patches // 64)
         wide = next((n for n in (128, 64) if rows * -(-outputs // n) >= FEW), 32)
-        wide = max(16, min(wide, power(outputs)))
+        wide, stages = max(16, min(wide, power(outputs))), 4 if wide > 32 else 6
+        tall = 32 if rows > 1 and rows * -(-outputs // wide) < 64 else 64
         k = math.gcd(channels, 128 if rows * -(-outputs // wide) <= 132 else 64)
     k = k if k >= 16 else max(16, min(64, power(channels)))
-    return {"T": tall, "MORE": more, "N": wide, "REST": rest, "K": k, "num_warps": warps, "num_stages": 4}
+    return {"T": tall, "MORE": more, "N": wide, "REST": rest, "K": k, "num_warps": warps, "num_stages": stages}
 
 
 @operator("shift_vits::merged_product")

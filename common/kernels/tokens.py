@@ -247,18 +247,12 @@ if AVAILABLE:
         return tl.split(tl.permute(tl.reshape(t, [T, 2, N // 2]), [0, 2, 1]))
 
     @triton.jit
-    def _two(known, place, column, left):
-        """Of pairs in a row: what both tokens have, and what the first has and the one before it."""
-        s = tl.load(known + (place + 2 * column))
-        return s + tl.load(known + (place + 2 * column + 1)), s + tl.load(known + (place + 2 * left + 1))
-
-    @triton.jit
-    def _token_rows(x, taps, bias, wave, colsum, sums, squares, out, images, parts, stride_b, sm, step,
-                    HEIGHT: tl.constexpr, HALF: tl.constexpr, CHANNELS: tl.constexpr, SIDE: tl.constexpr,
-                    STRIDE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, PARTS: tl.constexpr,
+    def _token_rows(x, taps, bias, wave, out, images, parts, stride_b, step, HEIGHT: tl.constexpr, HALF: tl.constexpr,
+                    CHANNELS: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
                     ROWS: tl.constexpr, SLOT: tl.constexpr, T: tl.constexpr, P: tl.constexpr):  # fmt: skip
-        """The same row by row: T pairs are a row, HALF of SLOT, of as many images as there is room for. What rows above
-        have added to a sum is taken along, what goes to the right changes hands: nothing is put anywhere."""
+        """The same without a norm, row by row: T pairs are a row, HALF of SLOT, of as many images as there is room for.
+        What rows above have added to a sum is taken along, what goes to the right changes hands: nothing is put
+        anywhere."""
         N: tl.constexpr = 32 if SIDE == 2 else 64
         CHUNKS: tl.constexpr = 3 if CHANNELS % 3 == 0 else 1
         K: tl.constexpr = 2 * CHANNELS // CHUNKS
@@ -267,8 +261,8 @@ if AVAILABLE:
         i, k, m, n = tl.arange(0, T), tl.arange(0, K), tl.arange(0, 8), tl.arange(0, N)
         image, column = group * IMAGES + i // SLOT, tl.minimum(i % SLOT, HALF - 1)
         there, image = (image < images) & (i % SLOT < HALF), tl.minimum(image, images - 1)
-        beside = tl.where(column == 0, HALF - 1, column - 1)
-        left = (i - i % SLOT + beside)[:, None] + tl.zeros([T, 8], tl.int32)
+        left = i - i % SLOT + tl.where(column == 0, HALF - 1, column - 1)
+        left = left[:, None] + tl.zeros([T, 8], tl.int32)
         line = x + image.to(tl.int64)[:, None] * stride_b + (column * (2 * CHANNELS))[:, None] + k[None, :]
         b0, b1, b2 = _chunks(taps + k[:, None] * N + n[None, :], CHUNKS, K, N)
         add, energies, directions = _four_sums(bias, m, step, PARTS, P), (), ()
@@ -276,15 +270,8 @@ if AVAILABLE:
             energies = energies + (tl.zeros([T, 8], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
             directions = directions + (tl.zeros([T, 8], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         t1, t2 = tl.zeros([T, 16], tl.float32), tl.zeros([T, 16], tl.float32)  # of the next rows, so far
-        if NORM:
-            fold, early = _four_sums(colsum, m, step, PARTS, P), m[None, :] < 4
-            known, p0, p1 = image * sm, tl.zeros([T], tl.float32), tl.zeros([T], tl.float32)
-            q0, q1 = tl.zeros([T], tl.float32), tl.zeros([T], tl.float32)
         for row in range(first - (SIDE - 2), first + ROWS + 1):
             here = line + around(row, HEIGHT) * (2 * HALF * CHANNELS)
-            if NORM:
-                s0, s1 = _two(sums, known + around(row, HEIGHT) * (2 * HALF), column, beside)
-                r0, r1 = _two(squares, known + around(row, HEIGHT) * (2 * HALF), column, beside)
             top, below = _halves(_times(here, True, b0, b1, b2, CHUNKS, K), T, N)
             if SIDE == 3:
                 top, middle = _halves(top, T, 32)
@@ -293,14 +280,7 @@ if AVAILABLE:
             else:
                 t, t1 = t1 + below, top
             right, stays = _halves(t, T, 16)
-            t = stays + tl.gather(right, left, 0)
-            if NORM:  # a kernel of 2 x 2: what the row before has, and this
-                mean, other = (p0 + s0) * (0.25 / CHANNELS), (p1 + s1) * (0.25 / CHANNELS)
-                inverse = _inverse(mean, (q0 + r0) * (0.25 / CHANNELS), EPS)[:, None]
-                t -= tl.where(early, mean[:, None], other[:, None]) * fold
-                t *= tl.where(early, inverse, _inverse(other, (q1 + r1) * (0.25 / CHANNELS), EPS)[:, None])
-                p0, p1, q0, q1 = s0, s1, r0, r1
-            t += add
+            t = stays + tl.gather(right, left, 0) + add
             for phase in tl.static_range(STRIDE):  # of the row before, which is complete
                 keep = (there & (row > first) & ((row - 1) % STRIDE == phase))[:, None]
                 value = tl.where(keep, t, 0.0)
@@ -359,8 +339,8 @@ def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
     colsum (4,) or, to be summed, (n, 4), of equal strides; sums and squares (B, H, W), float32
     -> (B, parts, 2, stride, stride), to be summed over the parts.
     """
-    if x.shape[3] <= 128 and x.shape[2] <= 2 * PAIRS and _rows_of_some(x, stride) > stride:
-        return _by_rows(x, taps, bias, wave, colsum, sums, squares, side, stride, eps)
+    if colsum is None and x.shape[3] <= 128 and x.shape[2] <= 2 * PAIRS:
+        return _by_rows(x, taps, bias, wave, side, stride)
     return _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, False, False)
 
 
@@ -386,11 +366,6 @@ def _rows(x: Tensor, stride: int) -> int:
     return h if h * w <= 2 * READINGS[c].pairs else _cut(h, stride, b, READINGS[c].programs, LONGEST // w)
 
 
-def _rows_of_some(x: Tensor, stride: int) -> int:
-    """Of one strip of ``_token_rows``, which takes as many images side by side as there is room for."""
-    return _cut(x.shape[1], stride, -(-x.shape[0] * power(x.shape[2] // 2) // PAIRS), PROGRAMS, x.shape[1])
-
-
 def _cut(height: int, stride: int, strips: int, programs: int, most: int) -> int:
     """Rows of a strip, whole strides of them: as many as leave enough programs, of so many strips side by side."""
     rows = range(min(height, most) // stride * stride, stride, -stride)
@@ -405,39 +380,29 @@ def _score(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor |
     shape, dtype = ((b, 2), torch.int64) if choose else ((b, strips, 2, stride, stride), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     products = torch.empty((b * strips, read * w // 2, 16 * side), dtype=x.dtype, device=x.device)
-    (given, sm), parts = _given(bias, colsum, sums, squares), bias.numel() // 4
-    launch(_token_scores, (b * strips,), x, taps, bias, wave, *given, products, out, strips, x.stride(0), sm,
-           bias.stride(0), HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side,
+    if sums is not None and squares is not None and (sums.stride() != squares.stride() or sums.stride()[1:] != (w, 1)):
+        sums, squares = sums.contiguous(), squares.contiguous()
+    given = [bias if tensor is None else tensor for tensor in (colsum, sums, squares)]
+    parts = bias.numel() // 4
+    launch(_token_scores, (b * strips,), x, taps, bias, wave, *given, products, out, strips, x.stride(0),
+           0 if sums is None else sums.stride(0), bias.stride(0), HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side,
            STRIDE=stride, NORM=colsum is not None, EPS=eps, PARTS=parts, CHOOSE=choose, SIGNED=signed, ROWS=rows,
            T=how.pairs, CHUNK=how.chunk, Q=32 * how.warps, P=power(parts), num_warps=how.warps,
            num_stages=how.stages)  # fmt: skip
     return out
 
 
-def _by_rows(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
-             squares: Tensor | None, side: int, stride: int, eps: float) -> Tensor:  # fmt: skip
-    """``token_scores`` of a few channels."""
+def _by_rows(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, side: int, stride: int) -> Tensor:
+    """``token_scores`` of a few channels without a norm."""
     b, h, w, c = x.shape
-    slot, parts, rows = power(w // 2), bias.numel() // 4, _rows_of_some(x, stride)
+    slot, parts = power(w // 2), bias.numel() // 4
     groups = -(-b * slot // PAIRS)
+    rows = _cut(h, stride, groups, PROGRAMS, h)
     out = torch.empty((b, h // rows, 2, stride, stride), dtype=torch.float32, device=x.device)
-    given, sm = _given(bias, colsum, sums, squares)
-    launch(_token_rows, (groups * h // rows,), x, taps, bias, wave, *given, out, b, h // rows, x.stride(0), sm,
-           bias.stride(0), HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side, STRIDE=stride, NORM=colsum is not None,
-           EPS=eps, PARTS=parts, ROWS=rows, SLOT=slot, T=PAIRS, P=power(parts), num_warps=4,
-           num_stages=min(6, 384 // c))  # fmt: skip
+    launch(_token_rows, (groups * h // rows,), x, taps, bias, wave, out, b, h // rows, x.stride(0), bias.stride(0),
+           HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side, STRIDE=stride, PARTS=parts, ROWS=rows, SLOT=slot, T=PAIRS,
+           P=power(parts), num_warps=4, num_stages=min(6, 384 // c))  # fmt: skip
     return out
-
-
-def _given(bias: Tensor, colsum: Tensor | None, sums: Tensor | None,
-           squares: Tensor | None) -> tuple[list[Tensor], int]:  # fmt: skip
-    """What kernels take, if only in place of nothing, with rows of tokens one after another; and how far apart images
-    are."""
-    if sums is None or squares is None:
-        return [bias, bias, bias], 0
-    if sums.stride() != squares.stride() or sums.stride()[1:] != (sums.shape[2], 1):
-        sums, squares = sums.contiguous(), squares.contiguous()
-    return [bias if colsum is None else colsum, sums, squares], sums.stride(0)
 
 
 def in_one_pass(weight: Tensor) -> Tensor:
