@@ -77,13 +77,18 @@ class ConvAnchor(Anchor):
         return half if fits and (half in (torch.bfloat16, torch.float16) or kernels.INTERPRETED) else None
 
     @torch.no_grad()
-    def offset(self, x: Tensor, conv: nn.Conv2d, fast: bool = False, at: Tensor | None = None) -> Tensor:
+    def offset(self, x: Tensor, conv: nn.Conv2d, fast: bool = False, at: Tensor | None = None,
+               sketched: list[Tensor] | None = None) -> Tensor:  # fmt: skip
         """The best phase of x or, with ``at`` (B, 2) in [0, side), where the best phase of x rolled there begins in x:
-        ``at`` and that phase, on the torus."""
+        ``at`` and that phase, on the torus. ``sketched`` is what ``kernels.sketched`` makes of ``sketch_of``, where it
+        is known already."""
         with self.precision(x, fast):
             x, strided = self.cast(x, fast), Strided.of(conv)
             weights = [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
-            weight, bias = kept(lambda: self._of_weights(conv, x.dtype), (self.sketch, x.dtype), *weights)
+            if sketched is None:
+                weight, bias = kept(lambda: self._of_weights(conv, x.dtype), (self.sketch, x.dtype), *weights)
+            else:
+                weight, bias = sketched[0].unflatten(1, conv.weight.shape[1:]).to(x.dtype), sketched[1]
             if fast and kernels.fits_image_phases(x, len(weight), strided.kernel[0], strided.stride[0]):
                 return self._of_image(x, weight, strided, bias, at)
             ready = self._ready(conv, x.dtype)
@@ -92,6 +97,13 @@ class ConvAnchor(Anchor):
             place = at + self.choose(roll(x, at, within=True), weight, strided, bias, fast=fast, ready=ready)
             sides = torch.stack([torch.full_like(at[:, 0], side) for side in x.shape[2:]], 1)
             return torch.where(place < sides, place, place - sides)
+
+    def sketch_of(self, conv: nn.Conv2d) -> list[Tensor] | None:
+        """What ``kernels.sketched`` takes to make what is scored; None where that is kept, or made otherwise."""
+        weight, bias, mixing = conv.weight, conv.bias, self.mixing(len(conv.weight), self.wave)
+        if not torch.compiler.is_compiling() or mixing is None or bias is None or conv.groups > 1:
+            return None
+        return [mixing, weight.flatten(1), bias] if kernels.fits_sketch(mixing, weight, bias) else None
 
     def _of_weights(self, conv: nn.Conv2d, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight of what is scored, and its bias, in float32 at least."""

@@ -27,7 +27,7 @@ It would make *any* network shift-invariant. It is therefore a separate switch (
 of a module or a model runs with it off.
 """
 
-from typing import overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,15 @@ from .shifts import roll
 __all__ = ["Canonical"]
 
 LIMIT = 2048  # pixels per side: sums of 10 + 11 + 15 + 11 + 15 bits stay below 2^63
+
+
+class Placed(NamedTuple):
+    """Where images begin (B, 2), the images as they are read from now on, and combinations of weights with those of a
+    bias, if asked for and made."""
+
+    offset: Tensor
+    images: Tensor
+    sketched: list[Tensor] | None
 
 
 class Canonical(nn.Module):
@@ -58,24 +67,21 @@ class Canonical(nn.Module):
         kernel = torch.stack([torch.randperm(2**15, generator=generator)[:max_side] + 1 for _ in range(2)]).int()
         self.register_buffer("kernel", kernel, persistent=False)  # integers: .half() leaves them alone
 
-    @overload
-    def offset(self, x: Tensor) -> Tensor: ...
-
-    @overload
-    def offset(self, x: Tensor, packed: torch.dtype) -> tuple[Tensor, Tensor]: ...
+    def offset(self, x: Tensor) -> Tensor:
+        return self.place(x)[0]
 
     @torch.no_grad()
-    def offset(self, x: Tensor, packed: torch.dtype | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The offsets; and with a type, also the images: a kernel that reads them leaves them ``packed`` in it."""
+    def place(self, x: Tensor, packed: torch.dtype | None = None, sketch: list[Tensor] | None = None) -> Placed:
+        """The offsets; and with a type, also the images: a kernel that reads them leaves them ``packed`` in it. With
+        ``sketch``, what ``kernels.sketched`` takes, what it makes of that, if it is done meanwhile."""
         height, width = x.shape[2:]
         if max(height, width) > self.kernel.shape[1]:
             raise ValueError(f"the canonical anchor reaches {self.kernel.shape[1]} pixels per side, got "
                              f"{(height, width)}: use smaller images, or canonical=False")  # fmt: skip
-        if kernels.fits_canonical_kernel(x):
-            offset, x = kernels.canonical_offset(x, self.kernel, packed)
-        else:
-            offset = self._choose(x)
-        return offset if packed is None else (offset, x)
+        if not kernels.fits_canonical_kernel(x):
+            return Placed(self._choose(x), x, None)
+        offset, x, *sketched = kernels.canonical_offset(x, self.kernel, packed, sketch)
+        return Placed(offset, x, None if sketch is None else sketched)
 
     def _choose(self, x: Tensor) -> Tensor:
         if x.device.type == "mps":  # has no float64, and less would not be exact

@@ -189,7 +189,7 @@ def test_images_are_packed_as_they_are_read(monkeypatch: pytest.MonkeyPatch, cha
     x[0, -1, 1, 1], x[1, 0, 2, 2], x[2, 0, 3, 3] = float("nan"), float("inf"), -1e30
     launched = launches(monkeypatch, "patches", "pixels")
     for image in (x, x.contiguous(), x.contiguous(memory_format=torch.channels_last)):
-        offset, packed = Canonical().offset(image, dtype)
+        offset, packed, _ = Canonical().place(image, dtype)
         assert launched == (["_image_pixels"] if channels == 5 else [])
         want = kernels.packed(image, dtype)
         assert packed.dtype == dtype
@@ -201,8 +201,25 @@ def test_images_are_packed_as_they_are_read(monkeypatch: pytest.MonkeyPatch, cha
         assert torch.equal(*(t.view(bits) for t in whole))
         assert torch.equal(offset, Canonical().offset(image))
         launched.clear()
-    assert Canonical().offset(packed, dtype)[1] is packed
+    assert Canonical().place(packed, dtype).images is packed
     assert not launched
+
+
+@interpreted
+@pytest.mark.parametrize(("size", "rows"), [((12, 20), 4), ((7, 130), 6)])
+def test_weights_are_mixed_meanwhile(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], rows: int) -> None:
+    """By programs beside those that choose: the same combinations, and the same places."""
+    x, mixing = torch.randn(3, 3, *size), torch.randn(rows, 64)[:, :24]
+    weight, bias, canonical = torch.randn(24, 75), torch.randn(24), Canonical()
+    launched = launches(monkeypatch, "canonical", "sketching")
+    offset, _, sketched = canonical.place(x, torch.float16, [mixing, weight, bias])
+    assert launched == ["_read", "_choose"]
+    assert torch.equal(offset, canonical.offset(x))
+    assert sketched is not None
+    for one, other in zip(sketched, kernels.sketched(mixing, weight, bias), strict=True):
+        assert torch.equal(one, other)
+    assert torch.allclose(sketched[0], mixing @ weight, atol=1e-4)
+    assert torch.allclose(sketched[1], mixing @ bias, atol=1e-4)
 
 
 @interpreted

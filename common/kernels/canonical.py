@@ -5,12 +5,14 @@ from torch import Tensor
 
 from .base import AVAILABLE, launch, operator, power, usable
 from .pixels import is_packed, packed
+from .sketching import new_sketch
 
 if AVAILABLE:
     import triton
     import triton.language as tl
 
     from .base import around
+    from .sketching import mix
 
 __all__ = ["BASE", "HALF", "PRIME", "canonical_offset", "fits_canonical_kernel"]
 
@@ -134,15 +136,16 @@ if AVAILABLE:
         return different == 0
 
     @triton.jit
-    def _choose(d, g, kernel, s, out, length, height, width, TH: tl.constexpr, TW: tl.constexpr, PARTS: tl.constexpr,
-                DOWN: tl.constexpr, ACROSS: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+    def _place(image, d, g, kernel, s, out, length, height, width, TH: tl.constexpr, TW: tl.constexpr,
+               PARTS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, N: tl.constexpr,
+               K: tl.constexpr):  # fmt: skip
         """Row and column of one image. As a rule one row is the best, and one column: hashes tell several apart, of
         which not two are looked at if the image repeats.
 
         The sums over its rows are taken on matrix units, two bits of y at a time: their products with g sum up below
         3 * 1019 * 2048 < 2^23, exact in float32. An image of one tile is on its way while the row is being found."""
         LEAST: tl.constexpr = -0x7FFFFFFFFFFFFFFF
-        image, h, w = tl.program_id(0), tl.arange(0, TH), tl.arange(0, TW)
+        h, w = tl.arange(0, TH), tl.arange(0, TW)
         pixels, sums, d = g + image.to(tl.int64) * height * width, s + image * width, d + image * (PARTS * height)
         if TH <= K and TW <= N:
             tile = _tile(pixels, tl.arange(0, K), tl.arange(0, N), height, width)
@@ -188,24 +191,40 @@ if AVAILABLE:
         tl.store(out + 2 * image, down.to(tl.int64))
         tl.store(out + 2 * image + 1, right.to(tl.int64))
 
+    @triton.jit
+    def _choose(d, g, kernel, s, out, mixing, weight, bias, mixed, constant, images, length, height, width, ms,
+                TH: tl.constexpr, TW: tl.constexpr, PARTS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+                N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr,
+                BIAS: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
+        """A program for each image, and some that mix weights meanwhile: of a few images most processors are idle."""
+        program = tl.program_id(0)
+        if program < images:
+            _place(program, d, g, kernel, s, out, length, height, width, TH, TW, PARTS, DOWN, ACROSS, N, K)
+        elif COUNT > 0:
+            mix(program - images, mixing, weight, bias, mixed, constant, ms, WIDTH, D, COUNT, BIAS, ROWS, J)
 
-def canonical_offset(x: Tensor, kernel: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+
+def canonical_offset(x: Tensor, kernel: Tensor, dtype: torch.dtype | None = None,
+                     sketch: list[Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Offsets (B, 2) of the canonical anchor: ``Canonical.offset``, to the bit; and x or, with ``dtype``, what
-    ``packed`` makes of it. Images of three or four channels are packed as they are read.
+    ``packed`` makes of it. Images of three or four channels are packed as they are read. Also, with ``sketch``, what
+    ``sketched`` makes of these: else two tensors of nothing.
 
     Shapes: x (B, C, H, W), any strides; kernel (2, length), int32, y and z: from 1 to 2^15, with length at least
     H and W.
     """
     few = dtype is not None and x.shape[1] in (3, 4) and not (x.dtype == dtype and is_packed(x))
-    offset, pixels = canonical_place(x, kernel, dtype if few else None)
-    if dtype is None:
-        return offset, x
-    return offset, pixels.permute(0, 3, 1, 2)[:, : x.shape[1]] if few else packed(x, dtype)
+    offset, pixels, *sketched = canonical_place(x, kernel, dtype if few else None, sketch or [])
+    if dtype is not None:
+        x = pixels.permute(0, 3, 1, 2)[:, : x.shape[1]] if few else packed(x, dtype)
+    return offset, x, sketched[0], sketched[1]
 
 
 @operator("shift_vits::canonical_place")
-def canonical_place(x: Tensor, kernel: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Offsets (B, 2), and pixels (B, H, W, 4) of the type given, zeros behind the last channel: none without a type."""
+def canonical_place(x: Tensor, kernel: Tensor, dtype: torch.dtype | None,
+                    sketch: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Offsets (B, 2), and pixels (B, H, W, 4) of the type given, zeros behind the last channel: none without a type;
+    and what ``sketched`` makes of the three tensors of a ``sketch``, if there is one."""
     b, c, h, w = x.shape
     down, across = max(16, power(h)), max(16, power(w))
     n = min(TILES["read"], across)
@@ -217,8 +236,14 @@ def canonical_place(x: Tensor, kernel: Tensor, dtype: torch.dtype | None) -> tup
            PACK=dtype is not None, ROWS=rows, N=n, num_warps=TILES["read warps"])  # fmt: skip
     s = torch.empty((b, w), dtype=torch.int64, device=x.device)
     out = torch.empty((b, 2), dtype=torch.int64, device=x.device)
-    launch(_choose, (b,), d, g, kernel, s, out, kernel.shape[1], h, w, TH=down, TW=across, PARTS=parts,
-           DOWN=TILES["hash"] // down, ACROSS=TILES["hash"] // across, N=min(TILES["side"], across),
-           K=min(TILES["side"], down), num_warps=TILES["choose warps"] if max(down, across) > 64 else 4,
-           num_stages=1)  # fmt: skip
-    return out, pixels
+    if sketch:
+        mixed, constant, programs, constants = new_sketch(sketch[0], sketch[1], sketch[2])
+    else:
+        mixed, constant = (torch.empty(0, dtype=torch.float32, device=x.device) for _ in range(2))
+        programs, constants = 0, dict.fromkeys(("WIDTH", "D", "COUNT", "BIAS", "ROWS", "J"), 0)
+    given = sketch or [d, d, d]
+    launch(_choose, (b + programs,), d, g, kernel, s, out, *given, mixed, constant, b, kernel.shape[1], h, w,
+           given[0].stride(0), TH=down, TW=across, PARTS=parts, DOWN=TILES["hash"] // down,
+           ACROSS=TILES["hash"] // across, N=min(TILES["side"], across), K=min(TILES["side"], down), **constants,
+           num_warps=TILES["choose warps"] if max(down, across) > 64 else 4, num_stages=1)  # fmt: skip
+    return out, pixels, mixed, constant

@@ -99,20 +99,41 @@ if AVAILABLE:
         return r + tl.arange(0, 2)[:, None] + 2 * tl.arange(0, 2)[None, :]
 
     @triton.jit
-    def _sketched(mixing, weight, bias, p0, p1, p2, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
-                  COUNT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, TAPS: tl.constexpr, DIM: tl.constexpr,
-                  HEAD: tl.constexpr, SIDE: tl.constexpr, ONCE: tl.constexpr, ROWS: tl.constexpr,
-                  J: tl.constexpr):  # fmt: skip
-        """Four combinations of all rows of J columns, which are read at once; with LAST there is one more column, bias
-        or zero. With TAPS > 1 rows are pooled first: this is one tap of that, DIM rows to a pooling, HEAD to a head."""
+    def _columns(weight, bias, d, j, WIDTH: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr):
+        """Columns j of weights, rows d of which there are D; bias is one more column."""
+        w = tl.load(weight + d[:, None] * WIDTH + j[None, :], (d < D)[:, None] & (j < WIDTH)[None, :], 0.0)
+        w = w.to(tl.float32)
+        if BIAS:
+            last = tl.load(bias + d[:, None] + 0 * j[None, :], (d < D)[:, None] & (j == WIDTH)[None, :], 0.0)
+            w += last.to(tl.float32)
+        return w
+
+    @triton.jit
+    def mix(program, mixing, weight, bias, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
+            COUNT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
+        """Four combinations of all rows of J columns, one of which may be bias: see ``sketched``."""
+        GROUPS: tl.constexpr = (COUNT + 3) // 4
+        r, d, j = program % GROUPS * 4, tl.arange(0, ROWS), program // GROUPS * J + tl.arange(0, J)
+        mixed = _four(mixing, _columns(weight, bias, d, j, WIDTH, D, BIAS), r, d, ms, COUNT, D)
+        j, r = j[:, None, None], _which(r)[None, :, :]
+        tl.store(out + r * WIDTH + j, mixed, (j < WIDTH) & (r < COUNT))
+        if BIAS:
+            tl.store(constant + (r + j - WIDTH), mixed, (j == WIDTH) & (r < COUNT))
+
+    @triton.jit
+    def _sketched(mixing, weight, bias, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr,
+                  BIAS: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
+        mix(tl.program_id(0), mixing, weight, bias, out, constant, ms, WIDTH, D, COUNT, BIAS, ROWS, J)
+
+    @triton.jit
+    def _taps(mixing, weight, bias, p0, p1, p2, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
+              COUNT: tl.constexpr, BIAS: tl.constexpr, TAPS: tl.constexpr, DIM: tl.constexpr, HEAD: tl.constexpr,
+              SIDE: tl.constexpr, ONCE: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
+        """Four combinations of all rows of J columns, which are read at once; there is one more column, bias or zero.
+        With TAPS > 1 rows are pooled first: this is one tap of that, DIM rows to a pooling, HEAD to a head."""
         block, tap, d = tl.program_id(0), tl.program_id(1) % TAPS, tl.arange(0, ROWS)
         r, j = tl.program_id(1) // TAPS * 4, block * J + tl.arange(0, J)
-        if BIAS:
-            last = tl.load(bias + d, d < tl.where(block == WIDTH // J, D, 0), 0.0).to(tl.float32)
-        keep = (d < D)[:, None] & (j < WIDTH)[None, :]
-        w = tl.load(weight + d[:, None] * WIDTH + j[None, :], keep, 0.0).to(tl.float32)
-        if BIAS:
-            w = tl.where((j == WIDTH)[None, :], last[:, None], w)
+        w = _columns(weight, bias, d, j, WIDTH, D, BIAS)
         if TAPS > 1:
             at = d % DIM % HEAD * TAPS + tap
             p = tl.load(p0 + at, d < DIM, 0.0).to(tl.float32)
@@ -127,13 +148,10 @@ if AVAILABLE:
         if TAPS > 1:
             at = tap + 0 * j
             _store(out, mixed, r, at // SIDE, at % SIDE, j, keep, WIDTH, COUNT, SIDE, ONCE)
-        elif SIDE:
+        else:
             c, at = j // (SIDE * SIDE), j % (SIDE * SIDE)
             _store(out, mixed, r, at // SIDE, at % SIDE, c, keep, WIDTH // (SIDE * SIDE), COUNT, SIDE, ONCE)
-        else:
-            tl.store(out + r * WIDTH + j, mixed, keep)
-        if LAST:
-            tl.store(constant + (tap * COUNT + r + j - WIDTH), mixed, (j == WIDTH) & (r < COUNT))
+        tl.store(constant + (tap * COUNT + r + j - WIDTH), mixed, (j == WIDTH) & (r < COUNT))
 
     @triton.jit
     def _depthwise_taps(mixing, first, second, taps, constant, ms, CHANNELS: tl.constexpr, COUNT: tl.constexpr,
@@ -231,15 +249,19 @@ def _sketch_warps(rows: int, columns: int = COLUMNS) -> int:
 def sketched(mixing: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Combinations ``mixing`` (r, D) of rows of weights (D, n), and of ``bias`` (D,), in float32: (r, n), and (r,) or
     nothing."""
-    r, (d, n) = len(mixing), weight.shape
-    out = torch.empty((r, n), dtype=torch.float32, device=weight.device)
-    constant = torch.empty((0 if bias is None else r,), dtype=torch.float32, device=weight.device)
-    last, rows = bias is not None, power(d)
-    given = [weight if bias is None else bias, weight, weight, weight]
-    launch(_sketched, (-(-(n + last) // COLUMNS), -(-r // 4)), mixing, weight, *given, out, constant, mixing.stride(0),
-           WIDTH=n, D=d, COUNT=r, BIAS=last, LAST=last, TAPS=1, DIM=d, HEAD=d, SIDE=0, ONCE=False, ROWS=rows,
-           J=COLUMNS, num_warps=_sketch_warps(rows))  # fmt: skip
-    return out, constant
+    mixed, constant, programs, constants = new_sketch(mixing, weight, bias)
+    launch(_sketched, (programs,), mixing, weight, weight if bias is None else bias, mixed, constant, mixing.stride(0),
+           **constants, num_warps=_sketch_warps(constants["ROWS"]))  # fmt: skip
+    return mixed, constant
+
+
+def new_sketch(mixing: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, int, dict[str, int]]:
+    """Where ``mix`` stores combinations of these, in how many programs, and what they have to know."""
+    r, (d, n), last = len(mixing), weight.shape, int(bias is not None)
+    mixed, constant = (torch.empty(shape, dtype=torch.float32, device=weight.device) for shape in ((r, n), (r * last,)))
+    return mixed, constant, -(-(n + last) // COLUMNS) * -(-r // 4), {
+        "WIDTH": n, "D": d, "COUNT": r, "BIAS": last, "ROWS": power(d), "J": COLUMNS,
+    }  # fmt: skip
 
 
 @operator("shift_vits::convolution_taps")
@@ -251,9 +273,9 @@ def convolution_taps(mixing: Tensor, weight: Tensor, bias: Tensor | None, dtype:
     taps, constant = _new_taps(weight, r, c, side, dtype, once), weight.new_empty(r, dtype=torch.float32)
     n, rows = c * side * side, power(d)
     given = [weight if bias is None else bias, weight, weight, weight]
-    launch(_sketched, (n // COLUMNS + 1, -(-r // 4)), mixing, weight, *given, taps, constant, mixing.stride(0), WIDTH=n,
-           D=d, COUNT=r, BIAS=bias is not None, LAST=True, TAPS=1, DIM=d, HEAD=d, SIDE=side, ONCE=once,
-           ROWS=rows, J=COLUMNS, num_warps=_sketch_warps(rows))  # fmt: skip
+    launch(_taps, (n // COLUMNS + 1, -(-r // 4)), mixing, weight, *given, taps, constant, mixing.stride(0), WIDTH=n,
+           D=d, COUNT=r, BIAS=bias is not None, TAPS=1, DIM=d, HEAD=d, SIDE=side, ONCE=once, ROWS=rows, J=COLUMNS,
+           num_warps=_sketch_warps(rows))  # fmt: skip
     return taps, constant
 
 
@@ -278,8 +300,8 @@ def pooled_taps(mixing: Tensor, weight: Tensor, bias: Tensor, pools: list[Tensor
     r, (d, c), rows = len(mixing), weight.shape, power(len(weight))
     taps, constant = _new_taps(weight, r, c, 3, dtype, once), weight.new_empty((9, r), dtype=torch.float32)
     given = [pools[min(i, len(pools) - 1)] for i in range(3)]
-    launch(_sketched, (c // POOLED + 1, -(-r // 4) * 9), mixing, weight, bias, *given, taps, constant, mixing.stride(0),
-           WIDTH=c, D=d, COUNT=r, BIAS=True, LAST=True, TAPS=9, DIM=d // len(pools), HEAD=len(pools[0]), SIDE=3,
+    launch(_taps, (c // POOLED + 1, -(-r // 4) * 9), mixing, weight, bias, *given, taps, constant, mixing.stride(0),
+           WIDTH=c, D=d, COUNT=r, BIAS=True, TAPS=9, DIM=d // len(pools), HEAD=len(pools[0]), SIDE=3,
            ONCE=once, ROWS=rows, J=POOLED, num_warps=_sketch_warps(rows, POOLED))  # fmt: skip
     return taps, constant if once else constant.sum(0)
 
