@@ -193,6 +193,8 @@ class MergeAnchor(Anchor):
             x = self.cast(x, fast)
             weights = weights or self.weights(x, [Merging(reduction, norm)])[0]
             kernel, fold, taps = weights.kernel, weights.fold, weights.taps
+            if fast and fold is None and kernels.usable(x):  # autocast leaves norms in float32, which products round
+                x = x.to(taps.dtype)
             made = taps.ndim == (2 if kernels.fits_token_scores(x, len(kernel), 2, 0) else 3) and taps.dtype == x.dtype
             constant = self.zeros[: len(kernel)] if fold is None else fold.constant
             ready: Ready = (lambda once: (taps.flatten(0, -2), constant)) if made else None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import kernels
-from .anchors import ConvAnchor, MergeAnchor, MergeWeights, WindowAnchor
+from .anchors import ConvAnchor, MergeAnchor, MergeWeights, Merging, WindowAnchor
 from .classifier import Classifier, Stages, to_pair
 from .embedding import embed
 from .residual import written
@@ -144,16 +144,20 @@ class WindowedClassifier(Classifier):
         x, moments = self.patch_embed(x, offset if self.adaptive else None, wave)
         stages: Stages = []
         stage: Any
-        weights: list[Any] = (last + 1) * [None]
-        if self.merge_anchor is not None and self.canonical and last > 0:
+        mergings: list[Merging] = []
+        if self.merge_anchor is not None and self.canonical:
             downsamples: list[Any] = [stage.downsample for stage in self.layers[1 : last + 1]]
-            weights[1:] = self.merge_anchor.weights(x, [downsample.merging(x) for downsample in downsamples])
+            mergings = [downsample.merging(x) for downsample in downsamples]
+        weights = [] if self.merge_anchor is None or not mergings else self.merge_anchor.weights(x, mergings)
         for i, stage in enumerate(self.layers[: last + 1]):
             stride, window = self.feature_info[i]["reduction"], self.windows[i]
             if i > 0 and self.merge_anchor is not None:
+                known = weights[i - 1] if weights else None
+                if mergings and mergings[i - 1].norm is None:  # what is multiplied is scored, too
+                    x = x.to(mergings[i - 1].scaled or x.dtype)
                 x = written(x)
-                o = stage.downsample.offset(self.merge_anchor, x, self.canonical, weights[i])
-                (x, moments), offset = stage.downsample(x, o, weights[i], wave), offset + stride // 2 * o
+                o = stage.downsample.offset(self.merge_anchor, x, self.canonical, known)
+                (x, moments), offset = stage.downsample(x, o, known, wave), offset + stride // 2 * o
             elif i > 0:
                 x, moments = stage.downsample(x)
             origin = None

@@ -318,6 +318,19 @@ def test_weights_of_several_mergings(monkeypatch: pytest.MonkeyPatch, count: int
 
 
 @interpreted
+@torch.no_grad()
+def test_tokens_in_float32_are_scored_as_they_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast leaves the sum behind a norm in float32. Lost otherwise: one pass for the score, on a GPU."""
+    anchor, reduction = MergeAnchor(sketch=4), nn.Linear(4 * 32, 64, bias=False)
+    x = torch.randn(2, 6, 8, 32)
+    (weights,) = anchor.weights(x.half(), [Merging(reduction, None)])
+    launched = launches(monkeypatch, "tokens")
+    offset = anchor.offset(x, reduction, None, True, weights)
+    assert launched in (["_token_rows"], ["_token_scores"])
+    assert torch.equal(offset, anchor.offset(x.half(), reduction, None, True, weights))
+
+
+@interpreted
 @pytest.mark.parametrize("name", ["a_swin_micro", "a_swinv2_micro"])
 @torch.no_grad()
 def test_models_infer_through_the_merged_product(monkeypatch: pytest.MonkeyPatch, launched: list[str],
