@@ -47,18 +47,16 @@ if AVAILABLE:
     def _best_phase(parts, at, out, count, area, width, STRIDE: tl.constexpr, SIGNED: tl.constexpr,
                     PLACED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
         """Add up an image's partial sums (part, energy or direction, phase), and choose."""
-        image, phase, p = tl.program_id(0), tl.arange(0, STRIDE * STRIDE), tl.arange(0, BLOCK)
-        energies = tl.zeros([BLOCK, STRIDE * STRIDE], tl.float64)
-        directions = tl.zeros([BLOCK, STRIDE * STRIDE], tl.float64)
+        S: tl.constexpr = STRIDE * STRIDE
+        image, phase, p, n = tl.program_id(0), tl.arange(0, S), tl.arange(0, BLOCK), tl.arange(0, 2 * S)
+        total = tl.zeros([BLOCK, 2 * S], tl.float64)
         for first in range(0, count, BLOCK):
-            keep = (first + p < count)[:, None]
-            place = parts + (image * count + first + p)[:, None] * 2 * STRIDE * STRIDE + phase[None, :]
-            energies += tl.load(place, keep, 0.0).to(tl.float64)
-            directions += tl.load(place + STRIDE * STRIDE, keep, 0.0).to(tl.float64)
-        energy = tl.sum(energies, 0)
+            place = parts + (image * count + first + p)[:, None] * (2 * S) + n[None, :]
+            total += tl.load(place, (first + p < count)[:, None], 0.0).to(tl.float64)
+        energy, direction = tl.split(tl.trans(tl.reshape(tl.sum(total, 0), [2, S])))
         if SIGNED:
-            energy += 0.01 * tl.sqrt(tl.sum(energy, 0) / area) * tl.sum(directions, 0)
-        best = tl.min(tl.where(energy == tl.max(energy, 0), phase, STRIDE * STRIDE - 1), 0)
+            energy += 0.01 * tl.sqrt(tl.sum(energy, 0) / area) * direction
+        best = tl.min(tl.where(energy == tl.max(energy, 0), phase, S - 1), 0)
         row, column = best // STRIDE, best % STRIDE
         if PLACED:
             row = around(row + tl.load(at + 2 * image).to(tl.int32), area // width)
