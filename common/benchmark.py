@@ -450,7 +450,7 @@ def module_calls(model: Classifier, x: Tensor, setting: Setting) -> dict[str, li
     last = [stage.blocks[-1] for stage in stages]
     ready = [part("merge_anchor").weights] if part("merge_anchor") and model.canonical else []  # else a part of offset
     groups: dict[str, list[list[Any]]] = {
-        "canonical place": [[model.canonicalize.offset]],
+        "canonical place": [[model.canonicalize.place]],
         "tokenization": [
             [part("token_anchor") and part("token_anchor").prepare],
             [offset("token_anchor")],
