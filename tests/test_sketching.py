@@ -63,7 +63,7 @@ def test_taps_of_a_convolution(monkeypatch: pytest.MonkeyPatch, kernel: int, cha
     weight, bias = anchor._of_weights(conv, torch.float32)
     assert_same_taps(monkeypatch, anchor._ready(conv, torch.float32),
                      lambda once: anchor._taps(weight, bias, None, torch.float32, once), once,
-                     ["_taps"])  # fmt: skip
+                     ["_mixed_taps"])  # fmt: skip
 
 
 @interpreted
@@ -97,7 +97,7 @@ def test_taps_of_poolings(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride
         return taps, parts.sum(0) if once else parts
 
     assert_same_taps(monkeypatch, ready, lambda once: anchor._taps(weight, bias, None, torch.float32, once), once,
-                     ["_taps"])  # fmt: skip
+                     ["_mixed_taps"])  # fmt: skip
 
 
 @interpreted

@@ -126,7 +126,7 @@ if AVAILABLE:
         mix(tl.program_id(0), mixing, weight, bias, out, constant, ms, WIDTH, D, COUNT, BIAS, ROWS, J)
 
     @triton.jit
-    def _taps(mixing, weight, bias, p0, p1, p2, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
+    def _mixed_taps(mixing, weight, bias, p0, p1, p2, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
               COUNT: tl.constexpr, BIAS: tl.constexpr, TAPS: tl.constexpr, DIM: tl.constexpr, HEAD: tl.constexpr,
               SIDE: tl.constexpr, ONCE: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
         """Four combinations of all rows of J columns, which are read at once; there is one more column, bias or zero.
@@ -273,9 +273,9 @@ def convolution_taps(mixing: Tensor, weight: Tensor, bias: Tensor | None, dtype:
     taps, constant = _new_taps(weight, r, c, side, dtype, once), weight.new_empty(r, dtype=torch.float32)
     n, rows = c * side * side, power(d)
     given = [weight if bias is None else bias, weight, weight, weight]
-    launch(_taps, (n // COLUMNS + 1, -(-r // 4)), mixing, weight, *given, taps, constant, mixing.stride(0), WIDTH=n,
-           D=d, COUNT=r, BIAS=bias is not None, TAPS=1, DIM=d, HEAD=d, SIDE=side, ONCE=once, ROWS=rows, J=COLUMNS,
-           num_warps=_sketch_warps(rows))  # fmt: skip
+    launch(_mixed_taps, (n // COLUMNS + 1, -(-r // 4)), mixing, weight, *given, taps, constant, mixing.stride(0),
+           WIDTH=n, D=d, COUNT=r, BIAS=bias is not None, TAPS=1, DIM=d, HEAD=d, SIDE=side, ONCE=once, ROWS=rows,
+           J=COLUMNS, num_warps=_sketch_warps(rows))  # fmt: skip
     return taps, constant
 
 
@@ -300,8 +300,8 @@ def pooled_taps(mixing: Tensor, weight: Tensor, bias: Tensor, pools: list[Tensor
     r, (d, c), rows = len(mixing), weight.shape, power(len(weight))
     taps, constant = _new_taps(weight, r, c, 3, dtype, once), weight.new_empty((9, r), dtype=torch.float32)
     given = [pools[min(i, len(pools) - 1)] for i in range(3)]
-    launch(_taps, (c // POOLED + 1, -(-r // 4) * 9), mixing, weight, bias, *given, taps, constant, mixing.stride(0),
-           WIDTH=c, D=d, COUNT=r, BIAS=True, TAPS=9, DIM=d // len(pools), HEAD=len(pools[0]), SIDE=3,
+    launch(_mixed_taps, (c // POOLED + 1, -(-r // 4) * 9), mixing, weight, bias, *given, taps, constant,
+           mixing.stride(0), WIDTH=c, D=d, COUNT=r, BIAS=True, TAPS=9, DIM=d // len(pools), HEAD=len(pools[0]), SIDE=3,
            ONCE=once, ROWS=rows, J=POOLED, num_warps=_sketch_warps(rows, POOLED))  # fmt: skip
     return taps, constant if once else constant.sum(0)
 
