@@ -346,15 +346,17 @@ def test_models_infer_through_the_merged_product(monkeypatch: pytest.MonkeyPatch
     assert launched.count("_rolled_merge") == merges
 
 
-@pytest.mark.parametrize(("images", "fits"), [(1, False), (15, False), (16, True)])
-def test_a_merged_product_of_few_patches_is_left_to_others(monkeypatch: pytest.MonkeyPatch, images: int,
-                                                           fits: bool) -> None:  # fmt: skip
-    """A few programs take as long as a hundred: a single image would wait for them."""
-    monkeypatch.setattr(merging, "INTERPRETED", False)
-    monkeypatch.setattr(merging, "usable", lambda x: True)
-    x, weight = torch.zeros(images, 56, 56, 96, dtype=torch.bfloat16), torch.zeros(192, 384)
-    with torch.no_grad():
-        assert kernels.fits_merged_product(x, weight, x.dtype) == fits
+@pytest.mark.parametrize(("images", "side", "channels", "block"), [
+    (1, 56, 96, (64, 32, 32)), (4, 56, 96, (64, 128, 32)), (16, 56, 96, (128, 192, 32)), (1, 28, 192, (32, 32, 64)),
+    (8, 28, 192, (64, 128, 64)), (128, 28, 192, (192, 192, 64)), (1, 14, 384, (64, 32, 128)),
+    (32, 14, 384, (64, 128, 64)), (128, 14, 384, (192, 192, 64)),
+])  # fmt: skip
+def test_a_merged_product_of_few_patches_is_cut_small(images: int, side: int, channels: int,
+                                                      block: tuple[int, int, int]) -> None:  # fmt: skip
+    """Patches, outputs and columns at a time. A few programs take as long as a hundred: a single image would wait for
+    them."""
+    tiles = merging._tiles(images * (side // 2) ** 2, channels, 2 * channels)
+    assert (tiles["T"] + tiles["MORE"], tiles["N"] + tiles["REST"], tiles["K"]) == block
 
 
 @interpreted
