@@ -111,6 +111,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
         print(format_table([results]))
         if args.json:
             write_json(args.json, results)
+    accelerator.end_training()  # else processes that still talk to each other may abort at exit
     return results
 
 

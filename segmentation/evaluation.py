@@ -153,6 +153,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
             print(f"pictures: {args.pictures}; percent of pixels whose label changes, mean over the scenes drawn")
         if args.json:
             write_json(args.json, results)
+    accelerator.end_training()  # else processes that still talk to each other may abort at exit
     return results
 
 
