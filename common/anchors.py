@@ -100,10 +100,16 @@ class ConvAnchor(Anchor):
 
     def sketch_of(self, conv: nn.Conv2d) -> list[Tensor] | None:
         """What ``kernels.sketched`` takes to make what is scored; None where that is kept, or made otherwise."""
-        weight, bias, mixing = conv.weight, conv.bias, self.mixing(len(conv.weight), self.wave)
-        if not torch.compiler.is_compiling() or mixing is None or bias is None or conv.groups > 1:
+        mixing = self._mixing(conv)
+        if not torch.compiler.is_compiling() or mixing is None or conv.bias is None:
             return None
-        return [mixing, weight.flatten(1), bias] if kernels.fits_sketch(mixing, weight, bias) else None
+        return [mixing, conv.weight.flatten(1), conv.bias]
+
+    def _mixing(self, conv: nn.Conv2d) -> Tensor | None:
+        """What mixes a convolution's outputs, if a kernel does."""
+        mixing, weights = self.mixing(len(conv.weight), self.wave), [conv.weight]
+        weights += [] if conv.bias is None else [conv.bias]
+        return mixing if conv.groups == 1 and kernels.fits_sketch(mixing, *weights) else None
 
     def _of_weights(self, conv: nn.Conv2d, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight of what is scored, and its bias, in float32 at least."""
@@ -115,11 +121,10 @@ class ConvAnchor(Anchor):
 
     def _ready(self, conv: nn.Conv2d, dtype: torch.dtype) -> Ready:
         """The same by a kernel, if it fits."""
-        weight, bias, mixing = conv.weight, conv.bias, self.mixing(len(conv.weight), self.wave)
-        given = [weight] if bias is None else [weight, bias]
-        if mixing is None or conv.groups > 1 or not kernels.fits_sketch(mixing, *given):
+        mixing = self._mixing(conv)
+        if mixing is None:
             return None
-        return lambda once: kernels.convolution_taps(mixing, weight, bias, dtype, once)
+        return lambda once: kernels.convolution_taps(mixing, conv.weight, conv.bias, dtype, once)
 
     def _of_image(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, at: Tensor | None) -> Tensor:
         """All phases at once, as one product of windows that hold them all, read where the image lies."""

@@ -194,8 +194,7 @@ if AVAILABLE:
         if program < BLOCKS * GROUPS:
             block, r, d = program // GROUPS, program % GROUPS * 4, tl.arange(0, ROWS)
             j = block * J + tl.arange(0, J)
-            keep = (d < D)[:, None] & (j < WIDTH)[None, :]
-            w = tl.load(weight + d[:, None] * WIDTH + j[None, :], keep, 0.0).to(tl.float32)
+            w = _columns(weight, weight, d, j, WIDTH, D, False)
             mixed, one = _four(mixing, w, r, d, ms, COUNT, D), _which(r)
             j, r = j[:, None, None], one[None, :, :]
             if NORM:
@@ -325,13 +324,17 @@ def merging_weights(weights: list[Tensor], mixing: Tensor | None, gains: list[Te
                                         once[some])  # fmt: skip
         at = [0, 0, 0, 0]
         for weight, line, one in zip(weights[some], scaled[some], once[some], strict=True):
-            wide, lines = weight.shape[1], len(weight) * line
-            shapes = [_shape_of_taps(r, wide // 4, 2, one) if r else (0, wide // 4),
-                      (-(-wide // MERGED) if gains else 0, 2, r), (lines, wide),
-                      (2, lines if gains else 0)]  # fmt: skip
+            shapes = _merging_shapes(weight, r, line, one, len(gains) > 0)
             made.append(tuple(t[a : a + prod(n)].view(n) for t, a, n in zip(flat, at, shapes, strict=True)))
             at = [a + prod(n) for a, n in zip(at, shapes, strict=True)]
     return made
+
+
+def _merging_shapes(weight: Tensor, r: int, scaled: bool, once: bool, norm: bool) -> list[tuple[int, ...]]:
+    """Of what ``merging_weights`` makes of one."""
+    wide, lines = weight.shape[1], len(weight) * scaled
+    return [_shape_of_taps(r, wide // 4, 2, once) if r else (0, wide // 4), (-(-wide // MERGED) * norm, 2, r),
+            (lines, wide), (2, lines * norm)]  # fmt: skip
 
 
 @operator("shift_vits::merging_weights")
@@ -340,22 +343,20 @@ def merging_weights_of_three(weights: list[Tensor], mixing: Tensor | None, gains
                              once: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``merging_weights`` of at most three, each kind of results one after another."""
     like, r, norm = weights[0], 0 if mixing is None else len(mixing), len(gains) > 0
-    none = 3 - len(weights)
-    d, wide = [len(weight) for weight in weights] + none * [0], [weight.shape[1] for weight in weights] + none * [0]
-    lines = [len(weight) * line for weight, line in zip(weights, scaled, strict=True)] + none * [0]
-    taps = [prod(_shape_of_taps(r, n // 4, 2, one)) * (r > 0) for n, one in zip(wide, once, strict=False)] + none * [0]
-    blocks = sum(-(-n // MERGED) for n in wide)
-    out = (torch.empty(sum(taps), dtype=dtype, device=like.device),
-           torch.empty(blocks * 2 * r * norm, dtype=torch.float32, device=like.device),
-           torch.empty(sum(n * line for n, line in zip(wide, lines, strict=True)), dtype=scale or dtype,
-                       device=like.device),
-           torch.empty(2 * sum(lines) * norm, dtype=torch.float32, device=like.device))  # fmt: skip
+    shapes = [_merging_shapes(*each, norm) for each in zip(weights, len(weights) * [r], scaled, once, strict=True)]
+    kinds = zip(*([prod(n) for n in each] for each in shapes), strict=True)
+    dtypes = dtype, torch.float32, scale or dtype, torch.float32
+    out = [torch.empty(sum(n), dtype=of, device=like.device) for n, of in zip(kinds, dtypes, strict=True)]
+    d, wide = [len(weight) for weight in weights], [weight.shape[1] for weight in weights]
+    lines, blocks = [each[2][0] for each in shapes], sum(-(-n // MERGED) for n in wide)
     given = [[*tensors, *(3 - len(tensors)) * [like]] for tensors in (weights, gains, biases)]
-    each: dict[str, list[int]] = {"WIDTH": wide, "D": d, "LINES": lines, "TAPS": taps, "ONCE": [*once, *none * [False]],
-            "ROWS": [power(max(1, n)) for n in d], "K": [power(max(1, n)) for n in wide]}  # fmt: skip
+    each: dict[str, list[int]] = {
+        "WIDTH": wide, "D": d, "LINES": lines, "TAPS": [prod(taps) for taps, *_ in shapes],
+        "ONCE": [int(one) for one in once], "ROWS": [power(n) for n in d], "K": [power(n) for n in wide],
+    }  # fmt: skip
+    constants = {f"{name}{i}": n for name, values in each.items() for i, n in enumerate([*values, 0, 0][:3])}
     programs = blocks * -(-r // 4) + sum(-(-n // SCALED) for n in lines)
     launch(_merging_weights, (programs,), like if mixing is None else mixing,
            *(tensor for tensors in given for tensor in tensors), *out, 0 if mixing is None else mixing.stride(0),
-           **{f"{name}{i}": value for name, values in each.items() for i, value in enumerate(values)}, COUNT=r,
-           NORM=norm, BIAS=len(biases) > 0, J=MERGED, L=SCALED, num_warps=4)  # fmt: skip
-    return out
+           **constants, COUNT=r, NORM=norm, BIAS=len(biases) > 0, J=MERGED, L=SCALED, num_warps=4)  # fmt: skip
+    return out[0], out[1], out[2], out[3]
