@@ -207,33 +207,45 @@ class MergeAnchor(Anchor):
                                ready=ready)  # fmt: skip
 
     @torch.no_grad()
-    def weights(self, x: Tensor, mergings: Sequence[Merging]) -> list[MergeWeights]:
+    def weights(self, x: Tensor, mergings: Sequence[Merging],
+                made: list[tuple[Tensor, ...]] | None = None) -> list[MergeWeights]:  # fmt: skip
         """What is scored of tokens like x, of its type, and what ``kernels.merged_product`` takes: of all mergings at
-        once, for if a kernel makes it that is one launch."""
+        once, for if a kernel makes it that is one launch. ``made`` is what it makes of ``recipe``, where it is known
+        already."""
+        if made is not None:
+            return self._of_weights(x, mergings, made)
         given = [weight for reduction, norm, _ in mergings for weight in (reduction.weight, *_affine(norm))]
         how = self.sketch, x.dtype, *(scaled for *_, scaled in mergings)
         return kept(lambda: self._of_weights(x, mergings), how, *given)
 
-    def _of_weights(self, x: Tensor, mergings: Sequence[Merging]) -> list[MergeWeights]:
+    def recipe(self, x: Tensor, mergings: Sequence[Merging]) -> kernels.Mergings | None:
+        """What ``kernels.merging_weights`` takes; None where torch does all."""
         weights = [whole(reduction.weight) for reduction, *_ in mergings]
         mixing = self.mixing(max(map(len, weights)), weights[0])
         mixing = mixing if min(map(len, weights)) > self.sketch and kernels.fits_sketch(mixing, *weights) else None
         scale = next((dtype for *_, dtype in mergings if dtype is not None), None)
         if mixing is None and scale is None:
-            return [self._plain(merging, x.dtype) for merging in mergings]
+            return None
         once = [mixing is not None and kernels.fits_token_scores(x, self.sketch, 2, 0, weight.shape[1] // 4)
                 for weight in weights]  # fmt: skip
         affine = [[whole(weight) for weight in _affine(norm)] for _, norm, _ in mergings]
         gains, biases = map(list, zip(*affine, strict=True)) if affine[0] else ([], [])
-        made = kernels.merging_weights(weights, mixing, gains, biases, x.dtype, scale,
-                                       [dtype is not None for *_, dtype in mergings], once)  # fmt: skip
+        scaled = [dtype is not None for *_, dtype in mergings]
+        return kernels.Mergings(weights, mixing, gains, biases, x.dtype, scale, scaled, once)
+
+    def _of_weights(self, x: Tensor, mergings: Sequence[Merging],
+                    made: list[tuple[Tensor, ...]] | None = None) -> list[MergeWeights]:  # fmt: skip
+        given = self.recipe(x, mergings)
+        if given is None:
+            return [self._plain(merging, x.dtype) for merging in mergings]
+        made = kernels.merging_weights(given) if made is None else made
         result: list[MergeWeights] = []
-        for merging, one, (taps, parts, *others) in zip(mergings, once, made, strict=True):
+        for merging, one, (taps, parts, *others) in zip(mergings, given.once, made, strict=True):
             others = [] if merging.scaled is None else others
-            if mixing is None:
+            if given.mixing is None:
                 result.append(MergeWeights(*self._plain(merging, x.dtype)[:2], *others))
                 continue
-            taps = taps if one else taps[: 4 * len(mixing)].unflatten(0, (4, -1))
+            taps = taps if one else taps[: 4 * len(given.mixing)].unflatten(0, (4, -1))
             sums, constant = parts.unbind(1) if one else parts.sum(0).unbind()
             fold = None if merging.norm is None else Fold(sums, constant, merging.norm.eps)
             result.append(MergeWeights(taps, fold, *others))
@@ -278,9 +290,14 @@ class WindowAnchor(Anchor):
         offset = self.offset(x, window, fast)
         return roll(x, offset, (1, 2), within=True), offset
 
-    @torch.no_grad()
     def offset(self, x: Tensor, window: tuple[int, int], fast: bool = False, moments: Tensor | None = None) -> Tensor:
         """``moments`` (B, 3, H, W) are those of x, where they are known already."""
+        return self.beside(x, window, fast, moments, None)[0]
+
+    @torch.no_grad()
+    def beside(self, x: Tensor, window: tuple[int, int], fast: bool, moments: Tensor | None,
+               mergings: kernels.Mergings | None) -> tuple[Tensor, list[tuple[Tensor, ...]] | None]:  # fmt: skip
+        """``offset``; and what ``kernels.merging_weights`` makes of mergings, if that is done in the same launch."""
         with self.precision(x, fast=False):  # a sum of squares: nothing to gain from less than float32
             fast = fast and x.dtype != torch.float64
             given = self.moments(x) if moments is None or not fast else moments.unbind(1)
@@ -288,18 +305,21 @@ class WindowAnchor(Anchor):
             gain = 0.1 * (2.0 / x.shape[-1]) ** 0.5 if self.score == "signed" else 0.0
             single = (x.shape[1] == window[0], x.shape[2] == window[1])
             if fast and kernels.fits_window_scores(square, window):
-                return kernels.best_window(square, toward if gain else square, self.taps, list(window), gain)
+                counted = square, toward if gain else square, self.taps, list(window), gain
+                if mergings is not None and kernels.fits_beside(square, window, mergings):
+                    return kernels.best_window_beside(*counted, mergings)
+                return kernels.best_window(*counted), None
             strength = square.sqrt() + gain * toward if gain else square.sqrt()
             if all(single):
-                return best_offset(strength)
+                return best_offset(strength), None
             rows, columns = (self._window_mean(n, w, strength) for n, w in zip(x.shape[1:3], window, strict=True))
             energy = (rows @ strength @ columns.T).square()  # v^2 of the window that starts at each token
             if not any(single):
-                return best_offset(phase_scores(energy, window))
+                return best_offset(phase_scores(energy, window)), None
             # one axis alone is a single window: its strongest line, and the best partition of the other axis
             by_row = strength.sum(2) if single[0] else energy.sum(2).view(x.shape[0], -1, window[0]).sum(1)
             by_column = strength.sum(1) if single[1] else energy.sum(1).view(x.shape[0], -1, window[1]).sum(1)
-            return torch.stack([by_row.argmax(1), by_column.argmax(1)], 1)
+            return torch.stack([by_row.argmax(1), by_column.argmax(1)], 1), None
 
     def _window_mean(self, n: int, window: int, like: Tensor) -> Tensor:
         """(n, n) matrix that takes the mean, slightly uneven for ``signed``, of ``window`` places from each on."""

@@ -85,8 +85,8 @@ def reduce_patches(x: Tensor, offset: Tensor | None, norm: nn.LayerNorm | None, 
     scaled, folded = (None, None) if weights is None else weights[2:]
     if scaled is None:
         affine: list[list[Tensor]] = [[] if tensor is None else [tensor] for tensor in (gain, bias)]
-        made = kernels.merging_weights([reduction.weight], None, affine[0], affine[1], dtype, dtype, [True], [False])
-        scaled, folded = made[0][2:]
+        alone = kernels.Mergings([reduction.weight], None, affine[0], affine[1], dtype, dtype, [True], [False])
+        scaled, folded = kernels.merging_weights(alone)[0][2:]
     folded = None if norm is None else folded
     tokens, moments = kernels.merged_product(x, offset, scaled, folded, sums, squares, eps, wave)
     return tokens, moments if len(moments) else None
@@ -138,17 +138,27 @@ class WindowedClassifier(Classifier):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
+    def anchored(self, x: Tensor, moments: Tensor | None,
+                 last: int) -> tuple[Tensor | None, list[Merging], list[MergeWeights]]:  # fmt: skip
+        """Where the first stage's windows begin, the mergings of stages 1..last behind the canonical anchor, and what
+        their anchor makes of their weights: where it is not kept, in a compiled graph, both in one launch."""
+        offset, made, mergings, merge = None, None, [], self.merge_anchor if self.canonical else None
+        if merge is not None:
+            downsamples: list[Any] = [stage.downsample for stage in self.layers[1 : last + 1]]
+            mergings = [downsample.merging(x) for downsample in downsamples]
+        together = torch.compiler.is_compiling() and len(mergings) > 0
+        if self.window_anchor is not None:
+            recipe = merge.recipe(x, mergings) if merge is not None and together else None
+            offset, made = self.window_anchor.beside(x, self.windows[0], self.canonical, moments, recipe)
+        return offset, mergings, merge.weights(x, mergings, made) if merge is not None and mergings else []
+
     def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         x, offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
         wave = None if self.window_anchor is None else self.window_anchor.wave
         x, moments = self.patch_embed(x, offset if self.adaptive else None, wave)
+        first, mergings, weights = self.anchored(x, moments, last)
         stages: Stages = []
         stage: Any
-        mergings: list[Merging] = []
-        if self.merge_anchor is not None and self.canonical:
-            downsamples: list[Any] = [stage.downsample for stage in self.layers[1 : last + 1]]
-            mergings = [downsample.merging(x) for downsample in downsamples]
-        weights = [] if self.merge_anchor is None or not mergings else self.merge_anchor.weights(x, mergings)
         for i, stage in enumerate(self.layers[: last + 1]):
             stride, window = self.feature_info[i]["reduction"], self.windows[i]
             if i > 0 and self.merge_anchor is not None:
@@ -162,7 +172,7 @@ class WindowedClassifier(Classifier):
                 x, moments = stage.downsample(x)
             origin = None
             if self.window_anchor is not None:
-                o = self.window_anchor.offset(x, window, self.canonical, moments)
+                o = self.window_anchor.offset(x, window, self.canonical, moments) if first is None or i > 0 else first
                 if kernels.usable(x):  # where windows begin is one more number to the kernel: nothing is moved
                     origin = o
                 else:

@@ -48,8 +48,12 @@ def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         for how in (kernels.patches.TOKENS, kernels.patches.PHASES):
             monkeypatch.setitem(how, "programs", 4)
     if kernels.INTERPRETED and request.path.stem != "test_sketching" and "weights" not in request.node.name:
-        for name in ("COLUMNS", "POOLED", "MERGED"):
-            monkeypatch.setattr(kernels.sketching, name, 256)
+        for module, name in (
+            (kernels.sketching, "COLUMNS"),
+            (kernels.sketching, "POOLED"),
+            (kernels.reducing, "MERGED"),
+        ):
+            monkeypatch.setattr(module, name, 256)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, f: Callable[[], Any]) -> tuple[Any, Any]:

@@ -61,7 +61,7 @@ def test_a_kernel_is_compiled_once_for_its_arguments(monkeypatch: pytest.MonkeyP
 
 
 IMAGE = {"canonical_place": 1, "image_phases": 1, "image_tokens": 1}
-WINDOWS = {"window_attention": 12, "gelu": 12, "best_window": 4, "merging_weights": 1, "token_scores": 1,
+WINDOWS = {"window_attention": 12, "gelu": 12, "best_window": 3, "windows_and_weights": 1, "token_scores": 1,
            "token_choice": 2, "merged_product": 3}  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common import kernels
-from common.anchors import MergeAnchor, Merging
+from common.anchors import MergeAnchor, Merging, WindowAnchor
 from common.registry import create_model
 from common.windowed import merge_patches, reduce_patches
 
@@ -219,7 +219,7 @@ def test_merged_product_in_half_precision(normalised: bool) -> None:
     weight = torch.randn(64, 128) / 128**0.5
     gains, biases = ([], []) if norm is None else ([norm.weight], [norm.bias])
     sums, squares = (None, None) if norm is None else (x.float().sum(-1), x.float().square().sum(-1))
-    made = kernels.merging_weights([weight], None, gains, biases, x.dtype, x.dtype, [True], [False])
+    made = kernels.merging_weights(kernels.Mergings([weight], None, gains, biases, x.dtype, x.dtype, [True], [False]))
     _, _, scaled, folded = made[0]
     out, _ = kernels.merged_product(x, offset, scaled, folded if normalised else None, sums, squares, 1e-5)
     expected = merge_patches(x.double(), offset, None if norm is None else deepcopy(norm).double()) @ weight.double().T
@@ -234,7 +234,8 @@ def test_merged_product_of_sums_that_lie_anywhere() -> None:
     x, offset, weight = torch.randn(3, 4, 6, 16), torch.tensor([(1, 1), (0, 1), (3, 5)]), torch.randn(32, 64)
     gain, both_sums = torch.randn(64), torch.stack([x.sum(-1), x.square().sum(-1)], 1)
     sums, squares = both_sums.unbind(1)
-    _, _, scaled, folded = kernels.merging_weights([weight], None, [gain], [], x.dtype, x.dtype, [True], [False])[0]
+    alone = kernels.Mergings([weight], None, [gain], [], x.dtype, x.dtype, [True], [False])
+    _, _, scaled, folded = kernels.merging_weights(alone)[0]
     out, _ = kernels.merged_product(x, offset, scaled, folded, sums, squares, 1e-5)
     for total, square in [
         (sums.contiguous(), squares), (sums.contiguous(), squares.contiguous()),
@@ -297,7 +298,7 @@ def test_weights_of_several_mergings(monkeypatch: pytest.MonkeyPatch, count: int
                                      normalised: bool) -> None:  # fmt: skip
     """Those of each by itself, to the bit, from one launch for three: some for one pass, some not, some scaled."""
     anchor, x, mergings = MergeAnchor(sketch=4), torch.randn(1, 4, 4, 8), []
-    sketched = launches(monkeypatch, "sketching")
+    sketched = launches(monkeypatch, "reducing")
     for i, channels in enumerate((32, 24, 64, 40)[:count]):
         norm, reduction = lively(nn.LayerNorm(4 * channels)), nn.Linear(4 * channels, 2 * channels + i, bias=False)
         mergings.append(Merging(reduction, norm if normalised else None, torch.float32 if i % 2 else None))
@@ -315,6 +316,31 @@ def test_weights_of_several_mergings(monkeypatch: pytest.MonkeyPatch, count: int
         if weights.fold is not None and alone.fold is not None:
             assert torch.equal(weights.fold.sums, alone.fold.sums)
             assert torch.equal(weights.fold.constant, alone.fold.constant)
+
+
+@interpreted
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize(("size", "window"), [((14, 14), (7, 7)), ((12, 24), (4, 6))])
+@torch.no_grad()
+def test_windows_beside_weights(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], window: tuple[int, int],
+                                normalised: bool) -> None:  # fmt: skip
+    """One launch chooses windows of several images and makes the weights of mergings: both as by themselves."""
+    windows, anchor, x, mergings = WindowAnchor(), MergeAnchor(sketch=4), torch.randn(3, *size, 8), []
+    for i, channels in enumerate((32, 24)):
+        norm, reduction = lively(nn.LayerNorm(4 * channels)), nn.Linear(4 * channels, 2 * channels, bias=False)
+        mergings.append(Merging(reduction, norm if normalised else None, torch.float32 if i % 2 else None))
+    apart, offset = anchor.weights(x, mergings), windows.offset(x, window, fast=True)
+    moments = kernels.token_moments(x, windows.wave)
+    launched = launches(monkeypatch, "reducing", "scores")
+    chosen, made = windows.beside(x, window, True, moments, anchor.recipe(x, mergings))
+    together = anchor.weights(x, mergings, made)
+    assert launched == ["_merging_weights"]
+    assert torch.equal(chosen, offset)
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one.taps, other.taps)
+        assert all(torch.equal(a, b) for a, b in zip(one[2:], other[2:], strict=True) if a is not None)
+        if one.fold is not None and other.fold is not None:
+            assert torch.equal(one.fold.sums, other.fold.sums)
 
 
 @interpreted

@@ -34,7 +34,7 @@ Taps = Callable[[bool], tuple[Tensor, ...]]
 def assert_same_taps(monkeypatch: pytest.MonkeyPatch, ready: Taps | None, plain: Taps, once: bool,
                      calls: list[str]) -> None:  # fmt: skip
     """That these kernels make all of what the readable code makes: memory is no number before it is written."""
-    launched = launches(monkeypatch, "sketching")
+    launched = launches(monkeypatch, "sketching", "reducing")
     assert ready is not None
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)

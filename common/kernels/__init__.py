@@ -16,10 +16,11 @@ from .merging import fits_merge_kernel, fits_merged_product, merged_product, rol
 from .patches import all_phases, fits_image_phases, fits_image_tokens, image_phases, image_tokens, in_pieces
 from .pixels import fits_image_windows, image_windows, packed
 from .pooling import fits_pooled, fits_pooled_maximum, fits_positioned, pooled, pooled_maximum, positioned
+from .reducing import Mergings, best_window_beside, fits_beside, merging_weights
 from .residual import add_norm, fits_add_norm
 from .rolling import fits_roll_kernel, rolled
 from .scores import best_phase, best_window, fits_window_scores, token_moments
-from .sketching import convolution_taps, depthwise_taps, fits_sketch, merging_weights, pooled_taps, sketched
+from .sketching import convolution_taps, depthwise_taps, fits_sketch, pooled_taps, sketched
 from .tokens import (
     best_of_tokens,
     fits_token_kernel,
@@ -33,11 +34,13 @@ from .windows import fits_window_kernel, window_attention
 __all__ = [
     "AVAILABLE",
     "INTERPRETED",
+    "Mergings",
     "add_norm",
     "all_phases",
     "best_of_tokens",
     "best_phase",
     "best_window",
+    "best_window_beside",
     "canonical_offset",
     "convolution_taps",
     "convolved",
@@ -45,6 +48,7 @@ __all__ = [
     "depthwise_norm",
     "depthwise_taps",
     "fits_add_norm",
+    "fits_beside",
     "fits_canonical_kernel",
     "fits_convolved",
     "fits_depthwise_kernel",

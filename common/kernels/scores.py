@@ -6,6 +6,8 @@
 - ``token_moments``: what the scores need of each token, in one pass; a compiler fuses it with what comes before.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ if AVAILABLE:
 
     from .base import around
 
-__all__ = ["best_phase", "best_window", "fits_window_scores", "token_moments"]
+__all__ = ["best_phase", "best_window", "fits_window_scores", "rows_apart", "token_moments", "window_constants"]
 
 WINDOWS = {16: ("ieee", 4), 32: ("ieee", 4), 64: ("tf32x3", 4)}  # by the longer side: how to multiply, with what warps
 
@@ -80,12 +82,13 @@ if AVAILABLE:
         return tl.min(tl.where(score == tl.max(score, 0), phase, WH * WW - 1), 0)
 
     @triton.jit
-    def _best_window(square, toward, taps, out, sm, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GAIN: tl.constexpr,
-                     WH: tl.constexpr, WW: tl.constexpr, A: tl.constexpr, B: tl.constexpr, DOWN: tl.constexpr,
-                     ACROSS: tl.constexpr, H: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    def choose_window(image, square, toward, taps, out, sm, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+                      GAIN: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+                      DOWN: tl.constexpr, ACROSS: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+                      PRECISION: tl.constexpr):  # fmt: skip
         """An image: weighted means of all windows, as two products with matrices of taps, in the order (phase, window)
         along both axes. Their squares are summed per phase, and the best is chosen."""
-        image, h, w = tl.program_id(0), tl.arange(0, H), tl.arange(0, W)
+        h, w = tl.arange(0, H), tl.arange(0, W)
         keep, place = (h < HEIGHT)[:, None] & (w < WIDTH)[None, :], h[:, None] * WIDTH + w[None, :]
         strength = tl.sqrt(tl.load(square + image.to(tl.int64) * sm + place, keep, 0.0))
         if GAIN != 0.0:
@@ -99,6 +102,13 @@ if AVAILABLE:
         best = _best_of(score, a, b, WH, WW, A, B)
         tl.store(out + 2 * image, (best // WW).to(tl.int64))
         tl.store(out + 2 * image + 1, (best % WW).to(tl.int64))
+
+    @triton.jit
+    def _best_window(square, toward, taps, out, sm, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GAIN: tl.constexpr,
+                     WH: tl.constexpr, WW: tl.constexpr, A: tl.constexpr, B: tl.constexpr, DOWN: tl.constexpr,
+                     ACROSS: tl.constexpr, H: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+        choose_window(tl.program_id(0), square, toward, taps, out, sm, HEIGHT, WIDTH, GAIN, WH, WW, A, B, DOWN, ACROSS,
+                      H, W, PRECISION)  # fmt: skip
 
     @triton.jit
     def _best_token(square, toward, out, sm, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GAIN: tl.constexpr,
@@ -175,21 +185,17 @@ def best_window(square: Tensor, toward: Tensor, taps: Tensor, window: list[int],
     """
     (b, h, w), (down, across) = square.shape, window
     out = torch.empty((b, 2), dtype=torch.int64, device=square.device)
-    if square.stride() != toward.stride() or square.stride()[1:] != (w, 1):
-        square, toward = square.contiguous(), toward.contiguous()
+    square, toward = rows_apart(square, toward)
     if (h, w) == (down, across):
         launch(_best_token, (b,), square, toward, out, square.stride(0), HEIGHT=h, WIDTH=w, GAIN=gain, N=power(h * w),
                num_warps=1 if h * w <= 256 else 4)  # fmt: skip
         return out
-    below, beside, phases = max(2, power(h // down)), max(2, power(w // across)), (power(down), power(across))
-    longest = max(16, power(h), power(w), phases[0] * below, phases[1] * beside)
-    given = (square, toward, taps)
-    if longest in WINDOWS:
-        precision, warps = WINDOWS[longest]
-        launch(_best_window, (b,), *given, out, square.stride(0), HEIGHT=h, WIDTH=w, GAIN=gain, WH=down, WW=across,
-               A=phases[0], B=phases[1], DOWN=below, ACROSS=beside, H=max(16, power(h)), W=max(16, power(w)),
-               PRECISION=precision, num_warps=warps)  # fmt: skip
+    given, known = (square, toward, taps), window_constants(square, window)
+    if known is not None:
+        constants, warps = known
+        launch(_best_window, (b,), *given, out, square.stride(0), GAIN=gain, **constants, num_warps=warps)
         return out
+    below, phases = max(2, power(h // down)), (power(down), power(across))
     energies = torch.empty((b, down, w), dtype=torch.float32, device=square.device)
     block = max(16, min(64, power(w)))
     launch(_window_energies, (b, down, -(-w // block)), *given, energies, square.stride(0), h, w, GAIN=gain, WH=down,
@@ -197,6 +203,27 @@ def best_window(square: Tensor, toward: Tensor, taps: Tensor, window: list[int],
     launch(_best_energy, (b,), energies, out, w, WH=down, WW=across, A=max(2, phases[0]), B=max(2, phases[1]),
            num_warps=1)  # fmt: skip
     return out
+
+
+def window_constants(square: Tensor, window: list[int]) -> tuple[dict[str, Any], int] | None:
+    """What a program that chooses windows of a whole image has to know, and its warps; None where it can not."""
+    (_, h, w), (down, across) = square.shape, window
+    below, beside, phases = max(2, power(h // down)), max(2, power(w // across)), (power(down), power(across))
+    longest = max(16, power(h), power(w), phases[0] * below, phases[1] * beside)
+    if (h, w) == (down, across) or longest not in WINDOWS:
+        return None
+    precision, warps = WINDOWS[longest]
+    return {
+        "HEIGHT": h, "WIDTH": w, "WH": down, "WW": across, "A": phases[0], "B": phases[1], "DOWN": below,
+        "ACROSS": beside, "H": max(16, power(h)), "W": max(16, power(w)), "PRECISION": precision,
+    }, warps  # fmt: skip
+
+
+def rows_apart(square: Tensor, toward: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with the same strides and whole rows one after another, as they are or copied."""
+    if square.stride() == toward.stride() and square.stride()[1:] == (square.shape[2], 1):
+        return square, toward
+    return square.contiguous(), toward.contiguous()
 
 
 @operator("shift_vits::token_moments")

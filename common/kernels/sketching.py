@@ -5,13 +5,10 @@ In a compiled graph weights are inputs like others, and all this is done in ever
 - ``sketched``: of any weights and the bias that goes with them.
 - ``convolution_taps``: of those of a convolution.
 - ``depthwise_taps``, ``pooled_taps``: of depthwise convolutions, without and with a projection before them.
-- ``merging_weights``: of those of patch mergings, with the norms before them; and what ``merged_product`` takes.
 
 Taps are (2 C, n) with ``once``, for ``token_scores``: see ``in_one_pass``. Else they are (n, C), a tap being a row, a
 column and an output, with zeros up to a multiple of eight.
 """
-
-from math import prod
 
 import torch
 from torch import Tensor
@@ -23,10 +20,17 @@ if AVAILABLE:
     import triton
     import triton.language as tl
 
-__all__ = ["convolution_taps", "depthwise_taps", "fits_sketch", "merging_weights", "pooled_taps", "sketched"]
+__all__ = [
+    "convolution_taps",
+    "depthwise_taps",
+    "fits_sketch",
+    "new_sketch",
+    "pooled_taps",
+    "shape_of_taps",
+    "sketched",
+]
 
-COLUMNS, POOLED, MERGED = 8, 16, 16  # of weights that one program mixes: 32 bytes of each row, or 64
-SCALED = 4  # rows of weights that one program scales
+COLUMNS, POOLED = 8, 16  # of weights that one program mixes: 32 bytes of each row, or 64
 CHANNELS = 64  # of one tap that a program mixes
 
 
@@ -39,10 +43,10 @@ def fits_sketch(mixing: Tensor | None, *weights: Tensor) -> bool:
 
 
 def _new_taps(like: Tensor, r: int, channels: int, side: int, dtype: torch.dtype, once: bool) -> Tensor:
-    return torch.empty(_shape_of_taps(r, channels, side, once), dtype=dtype, device=like.device)
+    return torch.empty(shape_of_taps(r, channels, side, once), dtype=dtype, device=like.device)
 
 
-def _shape_of_taps(r: int, channels: int, side: int, once: bool) -> tuple[int, int]:
+def shape_of_taps(r: int, channels: int, side: int, once: bool) -> tuple[int, int]:
     return (2 * channels, 32 if side == 2 else 64) if once else (-(-r * side * side // 8) * 8, channels)
 
 
@@ -61,8 +65,8 @@ if AVAILABLE:
         return ((token * CHANNELS + c) * ROWS + row) * 16 + position * 4 + r
 
     @triton.jit
-    def _store(taps, value, r, row, column, c, keep, CHANNELS: tl.constexpr, COUNT: tl.constexpr, SIDE: tl.constexpr,
-               ONCE: tl.constexpr):  # fmt: skip
+    def store_taps(taps, value, r, row, column, c, keep, CHANNELS: tl.constexpr, COUNT: tl.constexpr,
+                   SIDE: tl.constexpr, ONCE: tl.constexpr):  # fmt: skip
         """Store weights of one output, and zeros in places that are none's, of which each has a few to care for."""
         tap, value = row * SIDE + column, value.to(taps.dtype.element_ty)
         none = tl.zeros_like(value)
@@ -83,8 +87,8 @@ if AVAILABLE:
                 tl.store(taps + _place(r, 3, 0, c, CHANNELS, COUNT, SIDE), none, keep & (tap == 0))
 
     @triton.jit
-    def _four(mixing, w, r, d, ms, COUNT: tl.constexpr, D: tl.constexpr):
-        """Combinations r to r + 3 of D rows of w (rows, J), all added up in one pass: (J, 2, 2), see ``_which``."""
+    def four(mixing, w, r, d, ms, COUNT: tl.constexpr, D: tl.constexpr):
+        """Combinations r to r + 3 of D rows of w (rows, J), all added up in one pass: (J, 2, 2), see ``which``."""
         mixing += r * ms + d
         m0 = tl.load(mixing, d < tl.where(r < COUNT, D, 0), 0.0).to(tl.float32)[:, None] * w
         m1 = tl.load(mixing + ms, d < tl.where(r + 1 < COUNT, D, 0), 0.0).to(tl.float32)[:, None] * w
@@ -93,13 +97,13 @@ if AVAILABLE:
         return tl.sum(tl.join(tl.join(m0, m1), tl.join(m2, m3)), 0)
 
     @triton.jit
-    def _which(r):
+    def which(r):
         """Which of four combinations is where: (2, 2). Takes no pointer, like all that says where something is stored:
         the compiler would take it for written to."""
         return r + tl.arange(0, 2)[:, None] + 2 * tl.arange(0, 2)[None, :]
 
     @triton.jit
-    def _columns(weight, bias, d, j, WIDTH: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr):
+    def columns(weight, bias, d, j, WIDTH: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr):
         """Columns j of weights, rows d of which there are D; bias is one more column."""
         w = tl.load(weight + d[:, None] * WIDTH + j[None, :], (d < D)[:, None] & (j < WIDTH)[None, :], 0.0)
         w = w.to(tl.float32)
@@ -114,8 +118,8 @@ if AVAILABLE:
         """Four combinations of all rows of J columns, one of which may be bias: see ``sketched``."""
         GROUPS: tl.constexpr = (COUNT + 3) // 4
         r, d, j = program % GROUPS * 4, tl.arange(0, ROWS), program // GROUPS * J + tl.arange(0, J)
-        mixed = _four(mixing, _columns(weight, bias, d, j, WIDTH, D, BIAS), r, d, ms, COUNT, D)
-        j, r = j[:, None, None], _which(r)[None, :, :]
+        mixed = four(mixing, columns(weight, bias, d, j, WIDTH, D, BIAS), r, d, ms, COUNT, D)
+        j, r = j[:, None, None], which(r)[None, :, :]
         tl.store(out + r * WIDTH + j, mixed, (j < WIDTH) & (r < COUNT))
         if BIAS:
             tl.store(constant + (r + j - WIDTH), mixed, (j == WIDTH) & (r < COUNT))
@@ -133,7 +137,7 @@ if AVAILABLE:
         With TAPS > 1 rows are pooled first: this is one tap of that, DIM rows to a pooling, HEAD to a head."""
         block, tap, d = tl.program_id(0), tl.program_id(1) % TAPS, tl.arange(0, ROWS)
         r, j = tl.program_id(1) // TAPS * 4, block * J + tl.arange(0, J)
-        w = _columns(weight, bias, d, j, WIDTH, D, BIAS)
+        w = columns(weight, bias, d, j, WIDTH, D, BIAS)
         if TAPS > 1:
             at = d % DIM % HEAD * TAPS + tap
             p = tl.load(p0 + at, d < DIM, 0.0).to(tl.float32)
@@ -142,15 +146,15 @@ if AVAILABLE:
             if D > 2 * DIM:
                 p += tl.load(p2 + at, (d >= 2 * DIM) & (d < D), 0.0).to(tl.float32)
             w *= p[:, None]
-        mixed = _four(mixing, w, r, d, ms, COUNT, D)
-        j, r = j[:, None, None], _which(r)[None, :, :]
+        mixed = four(mixing, w, r, d, ms, COUNT, D)
+        j, r = j[:, None, None], which(r)[None, :, :]
         keep = (j < WIDTH) & (r < COUNT)
         if TAPS > 1:
             at = tap + 0 * j
-            _store(out, mixed, r, at // SIDE, at % SIDE, j, keep, WIDTH, COUNT, SIDE, ONCE)
+            store_taps(out, mixed, r, at // SIDE, at % SIDE, j, keep, WIDTH, COUNT, SIDE, ONCE)
         else:
             c, at = j // (SIDE * SIDE), j % (SIDE * SIDE)
-            _store(out, mixed, r, at // SIDE, at % SIDE, c, keep, WIDTH // (SIDE * SIDE), COUNT, SIDE, ONCE)
+            store_taps(out, mixed, r, at // SIDE, at % SIDE, c, keep, WIDTH // (SIDE * SIDE), COUNT, SIDE, ONCE)
         tl.store(constant + (tap * COUNT + r + j - WIDTH), mixed, (j == WIDTH) & (r < COUNT))
 
     @triton.jit
@@ -164,80 +168,8 @@ if AVAILABLE:
         mixed = tl.load(mixing, keep, 0.0).to(tl.float32) * a.to(tl.float32)
         mixed += tl.load(mixing + CHANNELS, keep, 0.0).to(tl.float32) * b.to(tl.float32)
         at = tap + 0 * c
-        _store(taps, mixed, r, at // 3, at % 3, c, keep, CHANNELS, COUNT, 3, ONCE)
+        store_taps(taps, mixed, r, at // 3, at % 3, c, keep, CHANNELS, COUNT, 3, ONCE)
         tl.store(constant + r + c, tl.zeros_like(mixed), c + tap == 0)
-
-    @triton.jit
-    def _scale_rows(weight, gain, bias, scaled, folded, first, WIDTH: tl.constexpr, D: tl.constexpr,
-                    NORM: tl.constexpr, BIAS: tl.constexpr, L: tl.constexpr, K: tl.constexpr):  # fmt: skip
-        """L rows times gain, their sums, as rounded, and those of their products with bias."""
-        n, k = first + tl.arange(0, L), tl.arange(0, K)
-        place, keep = n[:, None] * WIDTH + k[None, :], (n < D)[:, None] & (k < WIDTH)[None, :]
-        row = tl.load(weight + place, keep, 0.0).to(tl.float32)
-        if NORM:
-            shift = tl.load(bias + k, (k < WIDTH) & BIAS, 0.0).to(tl.float32)
-            tl.store(folded + D + n, tl.sum(row * shift[None, :], 1), n < D)
-            row *= tl.load(gain + k, k < WIDTH, 0.0).to(tl.float32)[None, :]
-        row = row.to(scaled.dtype.element_ty)
-        tl.store(scaled + place, row, keep)
-        if NORM:
-            tl.store(folded + n, tl.sum(row.to(tl.float32), 1), n < D)
-
-    @triton.jit
-    def _merging(program, mixing, weight, gain, bias, taps, parts, scaled, folded, ms, WIDTH: tl.constexpr,
-                 D: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ONCE: tl.constexpr,
-                 ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr, L: tl.constexpr):  # fmt: skip
-        """The first programs make four combinations of all rows of J columns, which are read at once, and leave a sum
-        over these columns in parts; the others scale L rows each."""
-        BLOCKS: tl.constexpr = (WIDTH + J - 1) // J
-        GROUPS: tl.constexpr = (COUNT + 3) // 4
-        if program < BLOCKS * GROUPS:
-            block, r, d = program // GROUPS, program % GROUPS * 4, tl.arange(0, ROWS)
-            j = block * J + tl.arange(0, J)
-            w = _columns(weight, weight, d, j, WIDTH, D, False)
-            mixed, one = _four(mixing, w, r, d, ms, COUNT, D), _which(r)
-            j, r = j[:, None, None], one[None, :, :]
-            if NORM:
-                scale, shift = tl.load(gain + j, j < WIDTH, 0.0), tl.load(bias + j, (j < WIDTH) & BIAS, 0.0)
-                place = parts + block * (2 * COUNT) + one
-                tl.store(place + COUNT, tl.sum(mixed * shift.to(tl.float32), 0), one < COUNT)
-                mixed *= scale.to(tl.float32)
-                tl.store(place, tl.sum(mixed, 0), one < COUNT)
-            token = j // (WIDTH // 4)  # of a patch, as (column, row)
-            _store(taps, mixed, r, token % 2, token // 2, j % (WIDTH // 4), (j < WIDTH) & (r < COUNT), WIDTH // 4,
-                   COUNT, 2, ONCE)  # fmt: skip
-        else:
-            _scale_rows(weight, gain, bias, scaled, folded, (program - BLOCKS * GROUPS) * L, WIDTH, D, NORM, BIAS, L, K)
-
-    @triton.jit
-    def _merging_weights(mixing, weight0, weight1, weight2, gain0, gain1, gain2, bias0, bias1, bias2, taps, parts,
-                         scaled, folded, ms, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
-                         D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, LINES0: tl.constexpr,
-                         LINES1: tl.constexpr, LINES2: tl.constexpr, TAPS0: tl.constexpr, TAPS1: tl.constexpr,
-                         TAPS2: tl.constexpr, ONCE0: tl.constexpr, ONCE1: tl.constexpr, ONCE2: tl.constexpr,
-                         ROWS0: tl.constexpr, ROWS1: tl.constexpr, ROWS2: tl.constexpr, K0: tl.constexpr,
-                         K1: tl.constexpr, K2: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr,
-                         BIAS: tl.constexpr, J: tl.constexpr, L: tl.constexpr):  # fmt: skip
-        """Up to three mergings in one launch, the last, which is the largest, first; results lie one after another."""
-        GROUPS: tl.constexpr = (COUNT + 3) // 4
-        PARTS1: tl.constexpr = (WIDTH0 + J - 1) // J * 2 * COUNT
-        PARTS2: tl.constexpr = PARTS1 + (WIDTH1 + J - 1) // J * 2 * COUNT
-        FIRST: tl.constexpr = (WIDTH2 + J - 1) // J * GROUPS + (LINES2 + L - 1) // L
-        SECOND: tl.constexpr = FIRST + (WIDTH1 + J - 1) // J * GROUPS + (LINES1 + L - 1) // L
-        program = tl.program_id(0)
-        if program < FIRST:
-            if D2 > 0:
-                _merging(program, mixing, weight2, gain2, bias2, taps + (TAPS0 + TAPS1), parts + PARTS2,
-                         scaled + (LINES0 * WIDTH0 + LINES1 * WIDTH1), folded + 2 * (LINES0 + LINES1), ms, WIDTH2, D2,
-                         COUNT, NORM, BIAS, ONCE2, ROWS2, J, K2, L)  # fmt: skip
-        elif program < SECOND:
-            if D1 > 0:
-                _merging(program - FIRST, mixing, weight1, gain1, bias1, taps + TAPS0, parts + PARTS1,
-                         scaled + LINES0 * WIDTH0, folded + 2 * LINES0, ms, WIDTH1, D1, COUNT, NORM, BIAS, ONCE1,
-                         ROWS1, J, K1, L)  # fmt: skip
-        else:
-            _merging(program - SECOND, mixing, weight0, gain0, bias0, taps, parts, scaled, folded, ms, WIDTH0, D0,
-                     COUNT, NORM, BIAS, ONCE0, ROWS0, J, K0, L)  # fmt: skip
 
 
 def _sketch_warps(rows: int, columns: int = COLUMNS) -> int:
@@ -303,60 +235,3 @@ def pooled_taps(mixing: Tensor, weight: Tensor, bias: Tensor, pools: list[Tensor
            mixing.stride(0), WIDTH=c, D=d, COUNT=r, BIAS=True, TAPS=9, DIM=d // len(pools), HEAD=len(pools[0]), SIDE=3,
            ONCE=once, ROWS=rows, J=POOLED, num_warps=_sketch_warps(rows, POOLED))  # fmt: skip
     return taps, constant if once else constant.sum(0)
-
-
-def merging_weights(weights: list[Tensor], mixing: Tensor | None, gains: list[Tensor], biases: list[Tensor],
-                    dtype: torch.dtype, scale: torch.dtype | None, scaled: list[bool],
-                    once: list[bool]) -> list[tuple[Tensor, ...]]:  # fmt: skip
-    """What anchors and ``merged_product`` need of the weights (D, 4C) of mergings, of three in one launch. Each follows
-    a norm with a gain and, where given, a bias (4C,), or none does. Of each merging:
-
-    - of the rows' combinations ``mixing`` (r, D or more), or none: taps of type ``dtype``, times gain; and partial sums
-      (parts, 2, r) of these over all columns, before they are rounded, and of their products with bias, without gain;
-    - where it is to be ``scaled``, the weights times gain (D, 4C), of type ``scale``; and their sums over columns, as
-      rounded, so that what is taken off for a mean is what it adds, and their products with bias: (2, D).
-    """
-    made: list[tuple[Tensor, ...]] = []
-    r = 0 if mixing is None else len(mixing)
-    for i in range(0, len(weights), 3):
-        some = slice(i, i + 3)
-        flat = merging_weights_of_three(weights[some], mixing, gains[some], biases[some], dtype, scale, scaled[some],
-                                        once[some])  # fmt: skip
-        at = [0, 0, 0, 0]
-        for weight, line, one in zip(weights[some], scaled[some], once[some], strict=True):
-            shapes = _merging_shapes(weight, r, line, one, len(gains) > 0)
-            made.append(tuple(t[a : a + prod(n)].view(n) for t, a, n in zip(flat, at, shapes, strict=True)))
-            at = [a + prod(n) for a, n in zip(at, shapes, strict=True)]
-    return made
-
-
-def _merging_shapes(weight: Tensor, r: int, scaled: bool, once: bool, norm: bool) -> list[tuple[int, ...]]:
-    """Of what ``merging_weights`` makes of one."""
-    wide, lines = weight.shape[1], len(weight) * scaled
-    return [_shape_of_taps(r, wide // 4, 2, once) if r else (0, wide // 4), (-(-wide // MERGED) * norm, 2, r),
-            (lines, wide), (2, lines * norm)]  # fmt: skip
-
-
-@operator("shift_vits::merging_weights")
-def merging_weights_of_three(weights: list[Tensor], mixing: Tensor | None, gains: list[Tensor], biases: list[Tensor],
-                             dtype: torch.dtype, scale: torch.dtype | None, scaled: list[bool],
-                             once: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``merging_weights`` of at most three, each kind of results one after another."""
-    like, r, norm = weights[0], 0 if mixing is None else len(mixing), len(gains) > 0
-    shapes = [_merging_shapes(*each, norm) for each in zip(weights, len(weights) * [r], scaled, once, strict=True)]
-    kinds = zip(*([prod(n) for n in each] for each in shapes), strict=True)
-    dtypes = dtype, torch.float32, scale or dtype, torch.float32
-    out = [torch.empty(sum(n), dtype=of, device=like.device) for n, of in zip(kinds, dtypes, strict=True)]
-    d, wide = [len(weight) for weight in weights], [weight.shape[1] for weight in weights]
-    lines, blocks = [each[2][0] for each in shapes], sum(-(-n // MERGED) for n in wide)
-    given = [[*tensors, *(3 - len(tensors)) * [like]] for tensors in (weights, gains, biases)]
-    each: dict[str, list[int]] = {
-        "WIDTH": wide, "D": d, "LINES": lines, "TAPS": [prod(taps) for taps, *_ in shapes],
-        "ONCE": [int(one) for one in once], "ROWS": [power(n) for n in d], "K": [power(n) for n in wide],
-    }  # fmt: skip
-    constants = {f"{name}{i}": n for name, values in each.items() for i, n in enumerate([*values, 0, 0][:3])}
-    programs = blocks * -(-r // 4) + sum(-(-n // SCALED) for n in lines)
-    launch(_merging_weights, (programs,), like if mixing is None else mixing,
-           *(tensor for tensors in given for tensor in tensors), *out, 0 if mixing is None else mixing.stride(0),
-           **constants, COUNT=r, NORM=norm, BIAS=len(biases) > 0, J=MERGED, L=SCALED, num_warps=4)  # fmt: skip
-    return out[0], out[1], out[2], out[3]
