@@ -33,7 +33,7 @@ from mvitv2.model import PoolingAttention, circular_max
 @pytest.mark.parametrize("circular", [True, False], ids=["circular", "zeros"])
 @pytest.mark.parametrize(("size", "channels", "stride", "sliced"), [
     ((4, 12), 64, 1, False),
-    ((14, 6), 32, 2, True),  # two rows to a band; a slice of wider tokens, read in place
+    ((14, 6), 32, 2, True),  # a slice of wider tokens, read in place
     ((8, 8), 96, 4, True),
     ((7, 5), 33, 2, False),  # nothing divides
     ((1, 2), 40, 1, False),  # both neighbours are one token
@@ -52,7 +52,8 @@ def test_depthwise_kernel(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
         out = f(tokens, weight, stride, circular)
         return [out, *torch.autograd.grad(out, [x, weight], upstream)]
 
-    assert depthwise(tokens, weight, stride, circular).is_contiguous()
+    whole = not circular or (size[0] % stride == 0 and size[1] % stride == 0)  # else gradients are the torch form's
+    assert depthwise(tokens, weight, stride, circular).is_contiguous() == whole
     for fast, plain in zip(run(depthwise), run(plain_depthwise), strict=True):
         assert torch.allclose(fast, plain, atol=1e-4, rtol=1e-5)
 

@@ -2,7 +2,6 @@
 neighbours are read where they lie, so nothing is padded, permuted or copied. In inference also with the BatchNorm that
 follows, and behind tokens that are only passed on."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +24,8 @@ __all__ = ["depthwise", "depthwise_norm", "fits_depthwise_kernel", "fits_depthwi
            "plain_depthwise", "split", "vectors"]  # fmt: skip
 
 LONGEST = 14  # outputs of a strip
+CELLS = {1: 7, 2: 4}  # of a strip of a backward pass, by stride
+VECTOR = 4  # channels of a thread, there
 PROGRAMS = 2048  # of a backward pass: enough to fill a GPU, and each leaves one sum per weight
 
 
@@ -37,7 +38,8 @@ def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Te
     Shapes: x (B, H, W, C), weight (k, k, C), k odd -> (B, ceil(H / stride), ceil(W / stride), C).
     """
     x = x.to(product_dtype(x))
-    if fits_depthwise_kernel(x, weight.shape[:2]):
+    whole = not circular or (x.shape[1] % stride == 0 and x.shape[2] % stride == 0)  # so that cells tile the torus
+    if fits_depthwise_kernel(x, weight.shape[:2]) and (whole or not torch.is_grad_enabled()):
         return depthwise_kernel(x, weight.float().contiguous(), origin, stride, circular)
     return plain_depthwise(x, weight, stride, circular, origin)
 
@@ -104,55 +106,44 @@ if AVAILABLE:
             _normed_taps(w2, g2, s2, m2, v2, out + 20 * CHANNELS, EPS, CHANNELS, C)
 
     @triton.jit
-    def _grid(t, rows, columns, BAND: tl.constexpr):
-        """Image, row and column of token t, counted along bands of rows: what a program takes shares its neighbours."""
-        band = t // (BAND * columns)
-        image = band // (rows // BAND)
-        return image.to(tl.int64), band % (rows // BAND) * BAND + t % BAND, t // BAND % columns
-
-    @triton.jit
-    def _reader(p, i, start, side, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr):
-        """Along one axis, the output that reads token p by tap ``i``, and whether there is one. The first output is at
-        ``start``."""
-        n = p + 1 - i - start
-        if CIRCULAR:
-            n = around(n, side)
-        return n // STRIDE, (n >= 0) & (n < side) & (n % STRIDE == 0)
-
-    @triton.jit
     def _strip(t, rows, segments, SEGMENT: tl.constexpr):
         """Of strips t, each of SEGMENT outputs in a row: image, row, first column."""
         return (t // rows // segments).to(tl.int64), t % rows, t // rows % segments * SEGMENT
 
     @triton.jit
-    def _rows(x, origin, image, h, w, height, stride_b, stride_h, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr,
-              PLACED: tl.constexpr):  # fmt: skip
-        """What strips read: three rows, whether these are there, the first column."""
-        top, left = 0, 0
+    def _start(origin, image, PLACED: tl.constexpr):
+        """Row and column of the first output's centre. Not for what is stored: see ``which``."""
         if PLACED:
-            top, left = tl.load(origin + 2 * image).to(tl.int32), tl.load(origin + 2 * image + 1).to(tl.int32)
+            return tl.load(origin + 2 * image).to(tl.int32), tl.load(origin + 2 * image + 1).to(tl.int32)
+        else:
+            return tl.zeros_like(image).to(tl.int32), tl.zeros_like(image).to(tl.int32)
+
+    @triton.jit
+    def _rows(x, top, left, image, h, w, height, stride_b, stride_h, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr,
+              COUNT: tl.constexpr = 3, BEFORE: tl.constexpr = 1):  # fmt: skip
+        """What strips read: so many rows, from that BEFORE their own on, whether these are there, the first column."""
         tokens, there = (), ()
-        for i in tl.static_range(3):
-            y = h * STRIDE + top + (i - 1)
+        for i in tl.static_range(COUNT):
+            y = h * STRIDE + top + (i - BEFORE)
             if CIRCULAR:
                 y = around(y, height)
             tokens = tokens + (x + image * stride_b + y * stride_h,)  # type: ignore[assignment]  # noqa: RUF005
             there = there + ((y >= 0) & (y < height),)  # type: ignore[assignment]  # noqa: RUF005
-        return tokens, there, w * STRIDE + left - 1
+        return tokens, there, w * STRIDE + left - BEFORE
 
     @triton.jit
     def _column(tokens, there, z, c, real, width, stride_w, CIRCULAR: tl.constexpr, RAGGED: tl.constexpr,
-                PIECES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-        """Tokens in column z of three rows, per piece of their channels: tensors (T, C)."""
+                PIECES: tl.constexpr, C: tl.constexpr, COUNT: tl.constexpr = 3):  # fmt: skip
+        """Tokens in column z of COUNT rows, per piece of their channels: tensors (T, C)."""
         if CIRCULAR:
             z = around(tl.minimum(z, 2 * width - 1), width)  # of places beyond the last output any token will do
         values, place = (), (z * stride_w)[:, None] + c[None, :]
-        for n in tl.static_range(3 * PIECES):
-            source = tokens[n % 3][:, None] + place + n // 3 * C
+        for n in tl.static_range(COUNT * PIECES):
+            source = tokens[n % COUNT][:, None] + place + n // COUNT * C
             if CIRCULAR and not RAGGED:
                 value = tl.load(source)
             else:
-                value = tl.load(source, (there[n % 3] & (z >= 0) & (z < width))[:, None] & real[None, :], 0.0)
+                value = tl.load(source, (there[n % COUNT] & (z >= 0) & (z < width))[:, None] & real[None, :], 0.0)
             values = values + (value.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         return values
 
@@ -219,7 +210,8 @@ if AVAILABLE:
                 return
         t = part * T + tl.arange(0, T)
         image, h, w = _strip(tl.minimum(t, count - 1), rows, segments, SEGMENT)
-        tokens, there, z = _rows(x, origin, image, h, w, height, stride_b, stride_h, STRIDE, CIRCULAR, PLACED)
+        top, left = _start(origin, image, PLACED)
+        tokens, there, z = _rows(x, top, left, image, h, w, height, stride_b, stride_h, STRIDE, CIRCULAR)
         taps = _taps(weight, c, real, N * TAPS, CHANNELS, RAGGED, T)
         place = ((image * (LEAD + rows * columns) + (LEAD + h * columns + w)) * CHANNELS)[:, None] + c[None, :]
         left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, 1, C)
@@ -241,80 +233,85 @@ if AVAILABLE:
             tl.store(out + n % N * out_n + place + n // N * CHANNELS, results[n], keep)
 
     @triton.jit
-    def _tap(grad, image, y, in_rows, z, in_columns, c, rows, columns, CHANNELS: tl.constexpr):
-        """Gradients (T, C) of the outputs (y, z), zero where there is none."""
-        place = ((image * rows + y) * columns + z) * CHANNELS
-        keep = (in_rows & in_columns)[:, None] & (c < CHANNELS)[None, :]
-        return tl.load(grad + place[:, None] + c[None, :], keep, 0.0).to(tl.float32)
+    def _reader(near, K: tl.constexpr, STRIDE: tl.constexpr):
+        """Of the outputs around a cell, column by column, the one that reads it by tap K."""
+        if STRIDE == 1:
+            return near[(2 - K % 3) * 3 + 2 - K // 3]
+        else:
+            return near[(2 - K % 3) // 2 * 2 + (2 - K // 3) // 2]
 
     @triton.jit
-    def _depthwise_backward(x, weight, origin, grad, grad_x, grad_weight, height, width, rows, columns, count, stride_b,
-                            stride_h, stride_w, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr,
-                            CHANNELS: tl.constexpr, BAND: tl.constexpr, C: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    def _place(column, keep, inside, c, real, width, stride_w, CIRCULAR: tl.constexpr):
+        """Where in its row a token of a strip lies, and whether there is one: (T, C) each."""
+        if CIRCULAR:
+            column = around(column, width)
+        return (column * stride_w)[:, None] + c[None, :], (keep & inside & (column < width))[:, None] & real[None, :]
+
+    @triton.jit
+    def _depthwise_backward(x, weight, origin, grad, grad_x, grad_weight, height, width, rows, columns, segments, count,
+                            stride_b, stride_h, stride_w, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr,
+                            PLACED: tl.constexpr, CHANNELS: tl.constexpr, SEGMENT: tl.constexpr, C: tl.constexpr,
+                            T: tl.constexpr):  # fmt: skip
         """Both gradients from one read: token p and the outputs g_ij that read it by tap (i, j) give
-        dx[p] = sum_ij w_ij g_ij and dw_ij = sum_p x[p] g_ij."""
+        dx[p] = sum_ij w_ij g_ij and dw_ij = sum_p x[p] g_ij.
+
+        A cell is an output's centre and the tokens up to the next one, STRIDE x STRIDE. Along each axis tap 1 reads its
+        first token and tap 0 of the next output its last; tap 2 reads the second or, if there is but one, is of the
+        output before. T strips of cells at a time, for which a column of outputs is read once."""
         BLOCKS: tl.constexpr = (CHANNELS + C - 1) // C
+        RAGGED: tl.constexpr = CHANNELS % C != 0
+        BEFORE: tl.constexpr = 1 if STRIDE == 1 else 0
+        NEAR: tl.constexpr = BEFORE + 2  # outputs along an axis that read a cell
         part, parts = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
         c = tl.program_id(0) % BLOCKS * C + tl.arange(0, C)
-        channels = c < CHANNELS
-        w00, w01, w02 = (tl.load(weight + c, channels, 0.0)[None, :],
-                         tl.load(weight + CHANNELS + c, channels, 0.0)[None, :],
-                         tl.load(weight + 2 * CHANNELS + c, channels, 0.0)[None, :])  # fmt: skip
-        w10, w11, w12 = (tl.load(weight + 3 * CHANNELS + c, channels, 0.0)[None, :],
-                         tl.load(weight + 4 * CHANNELS + c, channels, 0.0)[None, :],
-                         tl.load(weight + 5 * CHANNELS + c, channels, 0.0)[None, :])  # fmt: skip
-        w20, w21, w22 = (tl.load(weight + 6 * CHANNELS + c, channels, 0.0)[None, :],
-                         tl.load(weight + 7 * CHANNELS + c, channels, 0.0)[None, :],
-                         tl.load(weight + 8 * CHANNELS + c, channels, 0.0)[None, :])  # fmt: skip
-        zero = tl.zeros([T, C], tl.float32)
-        s00, s01, s02, s10, s11, s12, s20, s21, s22 = zero, zero, zero, zero, zero, zero, zero, zero, zero
-        for start in range(part * T, count, parts * T):  # many tokens, one sum: no atomics, the same bits always
+        real = c < CHANNELS
+        taps, sums = _taps(weight, c, real, 9, CHANNELS, RAGGED, T), ()
+        for _ in tl.static_range(9):
+            sums = sums + (tl.zeros([T, C], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        for start in range(part * T, count, parts * T):  # many cells, one sum: no atomics, the same bits always
             t = start + tl.arange(0, T)
-            image, h, w = _grid(t, height, width, BAND)
-            keep = (t < count)[:, None] & channels[None, :]
-            place = image * stride_b + h * stride_h + w * stride_w
-            value = tl.load(x + place[:, None] + c[None, :], keep, 0.0).to(tl.float32)
-            top, first = 0, 0
+            image, h, w = _strip(tl.minimum(t, count - 1), rows, segments, SEGMENT)
+            top, left = tl.zeros([T], tl.int32), tl.zeros([T], tl.int32)
+            lines, there, z = _rows(grad, top, left, image, h, w, rows, rows * columns * CHANNELS, columns * CHANNELS,
+                                    1, CIRCULAR, NEAR, BEFORE)  # fmt: skip
             if PLACED:
-                top = tl.load(origin + 2 * image, t < count, 0).to(tl.int32)
-                first = tl.load(origin + 2 * image + 1, t < count, 0).to(tl.int32)
-            y0, up = _reader(h, 0, top, height, STRIDE, CIRCULAR)
-            y1, middle = _reader(h, 1, top, height, STRIDE, CIRCULAR)
-            y2, down = _reader(h, 2, top, height, STRIDE, CIRCULAR)
-            up, middle, down = up & (t < count), middle & (t < count), down & (t < count)
-            z0, left = _reader(w, 0, first, width, STRIDE, CIRCULAR)
-            z1, centre = _reader(w, 1, first, width, STRIDE, CIRCULAR)
-            z2, right = _reader(w, 2, first, width, STRIDE, CIRCULAR)
-            g = _tap(grad, image, y0, up, z0, left, c, rows, columns, CHANNELS)
-            total, s00 = g * w00, s00 + g * value
-            g = _tap(grad, image, y0, up, z1, centre, c, rows, columns, CHANNELS)
-            total, s01 = total + g * w01, s01 + g * value
-            g = _tap(grad, image, y0, up, z2, right, c, rows, columns, CHANNELS)
-            total, s02 = total + g * w02, s02 + g * value
-            g = _tap(grad, image, y1, middle, z0, left, c, rows, columns, CHANNELS)
-            total, s10 = total + g * w10, s10 + g * value
-            g = _tap(grad, image, y1, middle, z1, centre, c, rows, columns, CHANNELS)
-            total, s11 = total + g * w11, s11 + g * value
-            g = _tap(grad, image, y1, middle, z2, right, c, rows, columns, CHANNELS)
-            total, s12 = total + g * w12, s12 + g * value
-            g = _tap(grad, image, y2, down, z0, left, c, rows, columns, CHANNELS)
-            total, s20 = total + g * w20, s20 + g * value
-            g = _tap(grad, image, y2, down, z1, centre, c, rows, columns, CHANNELS)
-            total, s21 = total + g * w21, s21 + g * value
-            g = _tap(grad, image, y2, down, z2, right, c, rows, columns, CHANNELS)
-            total, s22 = total + g * w22, s22 + g * value
-            place = ((image * height + h) * width + w) * CHANNELS
-            tl.store(grad_x + place[:, None] + c[None, :], total.to(grad_x.dtype.element_ty), keep)
-        target = grad_weight + part * (9 * CHANNELS) + c
-        tl.store(target, tl.sum(s00, 0), channels)
-        tl.store(target + CHANNELS, tl.sum(s01, 0), channels)
-        tl.store(target + 2 * CHANNELS, tl.sum(s02, 0), channels)
-        tl.store(target + 3 * CHANNELS, tl.sum(s10, 0), channels)
-        tl.store(target + 4 * CHANNELS, tl.sum(s11, 0), channels)
-        tl.store(target + 5 * CHANNELS, tl.sum(s12, 0), channels)
-        tl.store(target + 6 * CHANNELS, tl.sum(s20, 0), channels)
-        tl.store(target + 7 * CHANNELS, tl.sum(s21, 0), channels)
-        tl.store(target + 8 * CHANNELS, tl.sum(s22, 0), channels)
+                top, left = tl.load(origin + 2 * image).to(tl.int32), tl.load(origin + 2 * image + 1).to(tl.int32)
+            tokens, inside, first = _rows(x, top, left, image, h, w, height, stride_b, stride_h, STRIDE, CIRCULAR,
+                                          STRIDE, 0)  # fmt: skip
+            near, results = (), ()
+            for n in tl.static_range(NEAR - 1):
+                near = near + _column(lines, there, z + n, c, real, columns, CHANNELS, CIRCULAR, RAGGED, 1, C, NEAR)
+            for s in tl.static_range(SEGMENT):
+                near = near + _column(lines, there, z + (s + NEAR - 1), c, real, columns, CHANNELS, CIRCULAR, RAGGED, 1,
+                                      C, NEAR)  # fmt: skip
+                keep, values = (t < count) & (w + s < columns), ()
+                for n in tl.static_range(STRIDE * STRIDE):
+                    value, total = tl.zeros([T, C], tl.float32), tl.zeros([T, C], tl.float32)
+                    if (n // STRIDE < 2 or n // STRIDE == STRIDE - 1) and (n % STRIDE < 2 or n % STRIDE == STRIDE - 1):
+                        place, mask = _place(first + (s * STRIDE + n % STRIDE), keep, inside[n // STRIDE], c, real,
+                                             width, stride_w, CIRCULAR)  # fmt: skip
+                        value = tl.load(tokens[n // STRIDE][:, None] + place, mask, 0.0).to(tl.float32)
+                    for k in tl.static_range(9):
+                        if (k // 3 + STRIDE - 1) % STRIDE * STRIDE + (k % 3 + STRIDE - 1) % STRIDE == n:
+                            total += taps[k] * _reader(near, k, STRIDE)
+                    values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
+                    results = results + (total.to(grad_x.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
+                before, sums = sums, ()
+                for k in tl.static_range(9):
+                    value = values[(k // 3 + STRIDE - 1) % STRIDE * STRIDE + (k % 3 + STRIDE - 1) % STRIDE]
+                    value = before[k] + value * _reader(near, k, STRIDE)
+                    sums = sums + (value,)  # type: ignore[assignment]  # noqa: RUF005
+                near = near[NEAR:]
+            tokens, inside, first = _rows(grad_x, top, left, image, h, w, height, height * width * CHANNELS,
+                                          width * CHANNELS, STRIDE, CIRCULAR, STRIDE, 0)  # fmt: skip
+            for s in tl.static_range(SEGMENT):  # stored at the end: no read overtakes a store
+                keep = (t < count) & (w + s < columns)
+                for n in tl.static_range(STRIDE * STRIDE):
+                    place, mask = _place(first + (s * STRIDE + n % STRIDE), keep, inside[n // STRIDE], c, real, width,
+                                         CHANNELS, CIRCULAR)  # fmt: skip
+                    tl.store(tokens[n // STRIDE][:, None] + place, results[s * STRIDE * STRIDE + n], mask)
+        for k in tl.static_range(9):
+            tl.store(grad_weight + (part * 9 + k) * CHANNELS + c, tl.sum(sums[k], 0), real)
 
 
 @operator("shift_vits::depthwise")
@@ -380,15 +377,17 @@ def split(columns: int, longest: int) -> tuple[int, int]:
 def depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, origin: Tensor | None, stride: int,
                        circular: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
     b, h, w, channels = x.shape
-    block, tile = vectors(x)
-    blocks, count = -(-channels // block), b * h * w
+    rows, columns = grad.shape[1:3]
+    segment, segments = split(columns, CELLS.get(stride, 1))
+    block = next((n for n in (32 * VECTOR, 64) if channels % n == 0), 32)
+    tile = 128 * VECTOR // block
+    blocks, count = -(-channels // block), b * rows * segments
     parts = min(-(-count // tile), max(1, PROGRAMS // blocks))
     grad_x = torch.empty((b, h, w, channels), dtype=x.dtype, device=x.device)
     grad_weight = torch.empty((parts, 3, 3, channels), dtype=torch.float32, device=x.device)
     launch(_depthwise_backward, (parts * blocks,), x, weight, weight if origin is None else origin, grad, grad_x,
-           grad_weight, h, w, grad.shape[1], grad.shape[2], count, x.stride(0), x.stride(1), x.stride(2), STRIDE=stride,
-           CIRCULAR=circular, PLACED=origin is not None, CHANNELS=channels, BAND=math.gcd(h, 4), C=block, T=tile,
-           num_warps=4, num_stages=1)  # fmt: skip
+           grad_weight, h, w, rows, columns, segments, count, *x.stride()[:3], STRIDE=stride, CIRCULAR=circular,
+           PLACED=origin is not None, CHANNELS=channels, SEGMENT=segment, C=block, T=tile, num_warps=4)  # fmt: skip
     return grad_x, grad_weight.sum(0)
 
 

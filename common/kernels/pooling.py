@@ -14,7 +14,7 @@ if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .depthwise import _column, _next, _rows, _strip, _sum, _taps
+    from .depthwise import _column, _next, _rows, _start, _strip, _sum, _taps
 
 __all__ = ["fits_pooled", "fits_pooled_maximum", "fits_positioned", "pooled", "pooled_maximum", "positioned"]
 
@@ -58,8 +58,9 @@ if AVAILABLE:
         head, t, c = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS * T + tl.arange(0, T), tl.arange(0, C)
         real = c < CHANNELS // PIECES
         image, h, w = _strip(tl.minimum(t, count - 1), rows, segments, SEGMENT)
-        tokens, there, z = _rows(x + head * CHANNELS, origin, image, h, w, height, stride_b, stride_h, STRIDE, CIRCULAR,
-                                 PLACED)  # fmt: skip
+        top, first = _start(origin, image, PLACED)
+        tokens, there, z = _rows(x + head * CHANNELS, top, first, image, h, w, height, stride_b, stride_h, STRIDE,
+                                 CIRCULAR)  # fmt: skip
         taps, gains, shifts = (), (), ()
         for n in tl.static_range(PIECES):
             taps = taps + _taps(weight + n * C, c, real, 9, CHANNELS, RAGGED, T)
@@ -133,7 +134,8 @@ if AVAILABLE:
         BLOCKS: tl.constexpr = (CHANNELS + C - 1) // C
         t, c = tl.program_id(0) // BLOCKS * T + tl.arange(0, T), tl.program_id(0) % BLOCKS * C + tl.arange(0, C)
         image, h, w = _strip(tl.minimum(t, count - 1), rows, columns, 1)
-        tokens, there, z = _rows(x, origin, image, h, w, height, stride_b, stride_h, 2, True, True)
+        top, left = _start(origin, image, True)
+        tokens, there, z = _rows(x, top, left, image, h, w, height, stride_b, stride_h, 2, True)
         best = tl.full([T, C], -float("inf"), tl.float32)
         for j in tl.static_range(3):
             column = _column(tokens, there, z + j, c, c < CHANNELS, width, stride_w, True, CHANNELS % C != 0, 1, C)
