@@ -23,10 +23,10 @@ if AVAILABLE:
 __all__ = ["depthwise", "depthwise_norm", "fits_depthwise_kernel", "fits_depthwise_norm", "normed_taps",
            "plain_depthwise", "split", "vectors"]  # fmt: skip
 
-LONGEST = 14  # outputs of a strip
-CELLS = {1: 7, 2: 4}  # of a strip of a backward pass, by stride
-VECTOR = 4  # channels of a thread, there
-PROGRAMS = 2048  # of a backward pass: enough to fill a GPU, and each leaves one sum per weight
+LONGEST = 14  # outputs of a strip; half of it if they are strided, and there is but one at a place
+CELLS = {1: 14, 2: 7, 4: 2}  # of a strip of a backward pass, by stride
+VECTOR = 2  # channels of a thread, there
+PROGRAMS = 1056  # of a backward pass: enough to fill a GPU, and each leaves one sum per weight
 
 
 def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Tensor | None = None) -> Tensor:
@@ -349,7 +349,7 @@ def _forward(x: Tensor, lead: Tensor | None, weights: Tensor, origin: Tensor | N
              circular: bool) -> None:  # fmt: skip
     b, h, w, channels = x.shape
     rows, columns, n = -(-h // stride), -(-w // stride), 0 if lead is None else lead.shape[1]
-    segment, segments = split(columns, LONGEST)
+    segment, segments = split(columns, LONGEST if stride == 1 or lead is not None else LONGEST // 2)
     block = next((n for n in (128, 64) if channels % n == 0), 32)
     tile = 128 * 4 // block  # a thread has four channels
     count, strides = b * rows * segments, (0, 0) if lead is None else lead.stride()[:2]
@@ -379,7 +379,7 @@ def depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, origin: Tensor |
     b, h, w, channels = x.shape
     rows, columns = grad.shape[1:3]
     segment, segments = split(columns, CELLS.get(stride, 1))
-    block = next((n for n in (32 * VECTOR, 64) if channels % n == 0), 32)
+    block = 64 if channels % 64 == 0 else 32
     tile = 128 * VECTOR // block
     blocks, count = -(-channels // block), b * rows * segments
     parts = min(-(-count // tile), max(1, PROGRAMS // blocks))
