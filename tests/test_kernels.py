@@ -11,7 +11,8 @@ import torch
 from conftest import both, interpreted, launches
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.fx import GraphModule
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx import GraphModule, Node
 
 from common import create_model, kernels
 from common.anchors import ConvAnchor, Fold, MergeAnchor, Strided, WindowAnchor, best_offset
@@ -77,11 +78,13 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "usable", lambda x: True)
 
 
-@torch.inference_mode()
-def trace(name: str, backend: Callable[..., Any], batch: int) -> None:
-    model = create_model(name).eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.compile(model, fullgraph=True, backend=backend)(torch.zeros(batch, 3, *model.img_size))
+def trace(name: str, backend: Callable[..., Any], batch: int, learning: bool = False) -> None:
+    model = create_model(name).train(learning)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch.inference_mode(not learning), torch.autocast("cpu", torch.bfloat16):
+        logits = compiled(torch.zeros(batch, 3, *model.img_size))
+    if learning:
+        logits.sum().backward()
 
 
 @pytest.mark.usefixtures("pretended_gpu")
@@ -110,7 +113,8 @@ def test_compilers_see_one_graph(name: str, expected: dict[str, int]) -> None:
 
 @pytest.mark.usefixtures("pretended_gpu")
 @pytest.mark.parametrize("name", ["a_swin_micro", "a_cvt_micro", "a_mvitv2_micro"])
-def test_compilers_know_what_kernels_write(name: str) -> None:
+@pytest.mark.parametrize("learning", [False, True])
+def test_compilers_know_what_kernels_write(name: str, learning: bool) -> None:
     """Lost otherwise: speed, for what a kernel may write to is copied before; and, of slices, what lies between them.
     A compiler takes a number that a function makes of a pointer for the pointer."""
     written: list[Any] = []
@@ -119,11 +123,14 @@ def test_compilers_know_what_kernels_write(name: str) -> None:
         for node in graph.graph.nodes:
             if "triton_kernel_wrapper" in str(node.target):
                 written.extend(node.kwargs["kwargs"][name] for name in node.kwargs["tensors_to_clone"])
-        return lambda *args: (torch.zeros(2, 10),)
+        values = [node.meta["val"] if isinstance(node, Node) else node for node in graph.graph.output_node().args[0]]
+        like = [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else None for v in values]
+        return make_boxed_func(lambda *args: [None if t is None else torch.zeros(t[0], dtype=t[1]) for t in like])
 
-    trace(name, aot_autograd(fw_compiler=see, inference_compiler=see), 2)
+    trace(name, aot_autograd(fw_compiler=see, bw_compiler=see, inference_compiler=see), 2, learning)
     assert len(written) > 10
-    assert all("empty" in str(node.target) for node in written)
+    sources = [node.args[0] if "unsqueeze" in str(node.target) else node for node in written]
+    assert all("empty" in str(node.target) for node in sources)
 
 
 @interpreted

@@ -62,7 +62,7 @@ def _real(args: tuple) -> bool:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run a kernel of these arguments, all but ``constants``, the first of them a tensor. Triton takes long to find out
     what it has compiled for them, so that is remembered here."""
-    if INTERPRETED or not _real(args):
+    if INTERPRETED or not _real(args[:1]):
         (kernel if INTERPRETED else wrap_triton(kernel))[grid](*args, **constants)
         return
     device = args[0].device
