@@ -62,16 +62,12 @@ class ConvAnchor(Anchor):
         offset = self.offset(x, conv, fast)
         return roll(x, offset, within=True), offset
 
-    def prepare(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> Tensor:
-        """x as ``offset`` reads it, and in inference the convolution too: an image is ``packed`` once for both."""
-        half = self.packing(x, conv, fast)
-        return x if half is None else kernels.packed(x, half)
-
-    def packing(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> torch.dtype | None:
-        """The type that ``prepare`` packs x in, or None if it leaves x as it is."""
+    def packing(self, x: Tensor, conv: nn.Conv2d) -> torch.dtype | None:
+        """The type in which an image is to be ``packed``, once for ``offset`` and in inference for the convolution too;
+        None to leave it as it is."""
         (k, _), (s, _), _ = Strided.of(conv)
         rows, half = min(self.sketch or len(conv.weight), len(conv.weight)), kernels.product_dtype(x)
-        fits = fast and kernels.fits_image_phases(x, rows, k, s)
+        fits = kernels.fits_image_phases(x, rows, k, s)
         if fits and not torch.is_grad_enabled():
             fits = kernels.fits_image_tokens(x, conv.weight, s, half)
         return half if fits and (half in (torch.bfloat16, torch.float16) or kernels.INTERPRETED) else None
@@ -100,10 +96,8 @@ class ConvAnchor(Anchor):
 
     def sketch_of(self, conv: nn.Conv2d) -> list[Tensor] | None:
         """What ``kernels.sketched`` takes to make what is scored; None where that is kept, or made otherwise."""
-        mixing = self._mixing(conv)
-        if not torch.compiler.is_compiling() or mixing is None or conv.bias is None:
-            return None
-        return [mixing, conv.weight.flatten(1), conv.bias]
+        mixing = self._mixing(conv) if torch.compiler.is_compiling() and conv.bias is not None else None
+        return None if mixing is None or conv.bias is None else [mixing, conv.weight.flatten(1), conv.bias]
 
     def _mixing(self, conv: nn.Conv2d) -> Tensor | None:
         """What mixes a convolution's outputs, if a kernel does."""
@@ -121,10 +115,12 @@ class ConvAnchor(Anchor):
 
     def _ready(self, conv: nn.Conv2d, dtype: torch.dtype) -> Ready:
         """The same by a kernel, if it fits."""
-        mixing = self._mixing(conv)
-        if mixing is None:
-            return None
-        return lambda once: kernels.convolution_taps(mixing, conv.weight, conv.bias, dtype, once)
+
+        def make(once: bool) -> tuple[Tensor, Tensor] | None:
+            mixing = self._mixing(conv)
+            return mixing if mixing is None else kernels.convolution_taps(mixing, conv.weight, conv.bias, dtype, once)
+
+        return make
 
     def _of_image(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, at: Tensor | None) -> Tensor:
         """All phases at once, as one product of windows that hold them all, read where the image lies."""

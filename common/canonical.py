@@ -79,7 +79,7 @@ class Canonical(nn.Module):
             raise ValueError(f"the canonical anchor reaches {self.kernel.shape[1]} pixels per side, got "
                              f"{(height, width)}: use smaller images, or canonical=False")  # fmt: skip
         if not kernels.fits_canonical_kernel(x):
-            return Placed(self._choose(x), x, None)
+            return Placed(self._choose(x), x if packed is None else kernels.packed(x, packed), None)
         offset, x, *sketched = kernels.canonical_offset(x, self.kernel, packed, sketch)
         return Placed(offset, x, None if sketch is None else sketched)
 

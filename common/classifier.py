@@ -98,14 +98,13 @@ class Classifier(HubModel):
         self.check_size((x.shape[2], x.shape[3]))
         pixels, sketched = x, None
         if self.adaptive and self.canonical:  # the pass that reads the image packs it for the anchor
-            half = None if anchor is None else anchor.packing(x, embed, fast=True)
+            half = None if anchor is None else anchor.packing(x, embed)
             sketch = None if anchor is None or half is None else anchor.sketch_of(embed)
             offset, pixels, sketched = self.canonicalize.place(x, half, sketch)
         else:
             offset = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device)
         if anchor is None:
             return x, offset
-        pixels = anchor.prepare(pixels, embed, self.canonical)
         offset = anchor.offset(pixels, embed, self.canonical, at=offset, sketched=sketched)
         return x if torch.is_grad_enabled() else pixels, offset  # in training windows are read from the image itself
 

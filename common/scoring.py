@@ -74,8 +74,8 @@ class Strided(NamedTuple):
         return cls(*((int(pair[0]), int(pair[1])) for pair in (conv.kernel_size, conv.stride, conv.padding)))
 
 
-Ready = Callable[[bool], tuple[Tensor, Tensor]] | None
-"""How a kernel makes taps, in one pass or not, and what is added to the sum of all: see ``Anchor._taps``."""
+Ready = Callable[[bool], tuple[Tensor, Tensor] | None] | None
+"""How a kernel makes taps, in one pass or not, and what is added to the sum of all, if it can: see ``Anchor._taps``."""
 
 
 class Fold(NamedTuple):
@@ -197,7 +197,7 @@ class Anchor(nn.Module):
         if fold is not None and (ready is None or not once):
             fold = fold.whole()
         taps, constant = kept(
-            lambda: ready(once) if ready is not None else self._taps(weight, bias, fold, x.dtype, once),
+            lambda: (ready(once) if ready is not None else None) or self._taps(weight, bias, fold, x.dtype, once),
             (x.dtype, once, ready is not None), weight, *more)  # fmt: skip
         if fold is not None:
             total, square, _ = self.moments(tokens)

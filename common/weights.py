@@ -1,19 +1,19 @@
 """What is made of weights: gathered, mixed, and in inference kept while they stay as they are."""
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kernels
 
 __all__ = ["forget", "kept", "normed_taps", "product", "taps", "whole"]
 
 T = TypeVar("T")
-_KEPT = WeakTensorKeyDictionary()
+_KEPT: dict[int, tuple[weakref.ref, dict]] = {}  # by the id of a tensor: torch's mapping of tensors is slow
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -34,16 +34,23 @@ def kept(make: Callable[[], T], name: Hashable, *weights: Tensor) -> T:
         state = [(w.data_ptr(), None if w.is_inference() else w._version) for w in weights]
     except RuntimeError:  # of several models at once (torch.func.vmap): no weights of their own
         return make()
-    known = _KEPT.setdefault(weights[0], {})
+    known = _kept_with(weights[0])
     if name not in known or known[name][0] != state:
         known[name] = state, make()
     return known[name][1]
 
 
+def _kept_with(weight: Tensor) -> dict[Hashable, Any]:
+    key = id(weight)
+    if key not in _KEPT or _KEPT[key][0]() is not weight:
+        _KEPT[key] = weakref.ref(weight, lambda _: _KEPT.pop(key, None)), {}
+    return _KEPT[key][1]
+
+
 def forget(module: nn.Module) -> None:
     """Drop what is kept of a module's weights."""
     for parameter in module.parameters():
-        _KEPT.pop(parameter, None)
+        _KEPT.pop(id(parameter), None)
 
 
 def taps(*weights: Tensor, repeats: int = 1) -> Tensor:

@@ -83,10 +83,14 @@ class KeyValueAnchor(Anchor):
 
     def _ready(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> Ready:
         """What is scored, by a kernel if it fits."""
-        mixing = self.directions[:, : 2 * len(key)] if self.sketch else None
-        if mixing is None or key.shape[2:] != (3, 3) or not fits_sketch(mixing, key, value):
-            return None
-        return lambda once: depthwise_taps(mixing, key, value, dtype, once)
+
+        def make(once: bool) -> tuple[Tensor, Tensor] | None:
+            mixing = self.directions[:, : 2 * len(key)] if self.sketch else None
+            if mixing is None or key.shape[2:] != (3, 3) or not fits_sketch(mixing, key, value):
+                return None
+            return depthwise_taps(mixing, key, value, dtype, once)
+
+        return make
 
 
 class ConvEmbed(nn.Module):

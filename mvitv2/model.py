@@ -286,11 +286,15 @@ class PoolAnchor(Anchor):
 
     def _ready(self, attn: PoolingAttention, stride: tuple[int, int], dtype: torch.dtype) -> Ready:
         """What is scored, by a kernel if it fits."""
-        (span, pools), weight, bias = self._pooled(attn, stride), attn.qkv.weight, attn.qkv.bias
-        mixing = self.mixing(span.stop - span.start, self.wave)
-        if mixing is None or not fits_sketch(mixing, weight, bias, *pools):
-            return None
-        return lambda once: pooled_taps(mixing, weight[span], bias[span], pools, dtype, once)
+
+        def make(once: bool) -> tuple[Tensor, Tensor] | None:
+            (span, pools), weight, bias = self._pooled(attn, stride), attn.qkv.weight, attn.qkv.bias
+            mixing = self.mixing(span.stop - span.start, self.wave)
+            if mixing is None or not fits_sketch(mixing, weight, bias, *pools):
+                return None
+            return pooled_taps(mixing, weight[span], bias[span], pools, dtype, once)
+
+        return make
 
     def _pooled(self, attn: PoolingAttention, stride: tuple[int, int]) -> tuple[slice, list[Tensor]]:
         """Which of the projection's outputs are pooled at one stride, and with what weights."""
