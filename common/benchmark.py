@@ -452,11 +452,10 @@ def module_calls(model: Classifier, x: Tensor, setting: Setting) -> dict[str, li
     groups: dict[str, list[list[Any]]] = {
         "canonical place": [[model.canonicalize.place]],
         "tokenization": [
-            [part("token_anchor") and part("token_anchor").prepare],
             [offset("token_anchor")],
             [part("patch_embed"), *(getattr(s, "embed", None) for s in stages)],
         ],
-        "window selection": [[offset("window_anchor")]],
+        "window selection": [[part("window_anchor") and part("window_anchor").beside]],  # which offset calls, too
         "pooling selection": [[offset("projection_anchor") or offset("pool_anchor")]],
         "patch merging": [ready, [offset("merge_anchor")], [getattr(stage, "downsample", None) for stage in stages]],
         "relative positions": [

@@ -38,7 +38,7 @@ def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Te
     Shapes: x (B, H, W, C), weight (k, k, C), k odd -> (B, ceil(H / stride), ceil(W / stride), C).
     """
     x = x.to(product_dtype(x))
-    whole = not circular or (x.shape[1] % stride == 0 and x.shape[2] % stride == 0)  # so that cells tile the torus
+    whole = x.shape[1] % stride == x.shape[2] % stride == 0 if circular else origin is None  # cells are all tokens
     if fits_depthwise_kernel(x, weight.shape[:2]) and (whole or not torch.is_grad_enabled()):
         return depthwise_kernel(x, weight.float().contiguous(), origin, stride, circular)
     return plain_depthwise(x, weight, stride, circular, origin)
