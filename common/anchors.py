@@ -96,8 +96,10 @@ class ConvAnchor(Anchor):
 
     def sketch_of(self, conv: nn.Conv2d) -> list[Tensor] | None:
         """What ``kernels.sketched`` takes to make what is scored; None where that is kept, or made otherwise."""
-        mixing = self._mixing(conv) if torch.compiler.is_compiling() and conv.bias is not None else None
-        return None if mixing is None or conv.bias is None else [mixing, conv.weight.flatten(1), conv.bias]
+        if not torch.compiler.is_compiling() or conv.bias is None:
+            return None
+        mixing = self._mixing(conv)
+        return None if mixing is None else [mixing, conv.weight.flatten(1), conv.bias]
 
     def _mixing(self, conv: nn.Conv2d) -> Tensor | None:
         """What mixes a convolution's outputs, if a kernel does."""
@@ -118,7 +120,7 @@ class ConvAnchor(Anchor):
 
         def make(once: bool) -> tuple[Tensor, Tensor] | None:
             mixing = self._mixing(conv)
-            return mixing if mixing is None else kernels.convolution_taps(mixing, conv.weight, conv.bias, dtype, once)
+            return None if mixing is None else kernels.convolution_taps(mixing, conv.weight, conv.bias, dtype, once)
 
         return make
 

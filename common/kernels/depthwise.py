@@ -274,7 +274,7 @@ if AVAILABLE:
             top, left = tl.zeros([T], tl.int32), tl.zeros([T], tl.int32)
             lines, there, z = _rows(grad, top, left, image, h, w, rows, rows * columns * CHANNELS, columns * CHANNELS,
                                     1, CIRCULAR, NEAR, BEFORE)  # fmt: skip
-            if PLACED:
+            if PLACED:  # not by _start: this says where to store
                 top, left = tl.load(origin + 2 * image).to(tl.int32), tl.load(origin + 2 * image + 1).to(tl.int32)
             tokens, inside, first = _rows(x, top, left, image, h, w, height, stride_b, stride_h, STRIDE, CIRCULAR,
                                           STRIDE, 0)  # fmt: skip
@@ -360,11 +360,11 @@ def _forward(x: Tensor, lead: Tensor | None, weights: Tensor, origin: Tensor | N
            PLACED=origin is not None, CHANNELS=channels, SEGMENT=segment, C=block, T=tile, num_warps=4)  # fmt: skip
 
 
-def vectors(x: Tensor) -> tuple[int, int]:
-    """Channels and tokens of a program of 128 threads, each with a vector of 16 bytes. Channels are those of a cache
-    line, or half of it where that divides them better."""
-    block = 64 if x.shape[3] % 64 == 0 else 32
-    return block, 128 * 16 // x.element_size() // block
+def vectors(channels: int, each: int) -> tuple[int, int]:
+    """Channels and tokens of a program of 128 threads with so many channels each: those of a cache line in bf16, or
+    half of it where that divides them better."""
+    block = 64 if channels % 64 == 0 else 32
+    return block, 128 * each // block
 
 
 def split(columns: int, longest: int) -> tuple[int, int]:
@@ -379,8 +379,7 @@ def depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, origin: Tensor |
     b, h, w, channels = x.shape
     rows, columns = grad.shape[1:3]
     segment, segments = split(columns, CELLS.get(stride, 1))
-    block = 64 if channels % 64 == 0 else 32
-    tile = 128 * VECTOR // block
+    block, tile = vectors(channels, VECTOR)
     blocks, count = -(-channels // block), b * rows * segments
     parts = min(-(-count // tile), max(1, PROGRAMS // blocks))
     grad_x = torch.empty((b, h, w, channels), dtype=x.dtype, device=x.device)

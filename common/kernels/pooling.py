@@ -183,7 +183,7 @@ def pooled_maximum(x: Tensor, origin: Tensor) -> Tensor:
     [0, side): (B, H, W, C) -> (B, H/2, W/2, C), sides even."""
     b, h, w, channels = x.shape
     out = torch.empty((b, h // 2, w // 2, channels), dtype=x.dtype, device=x.device)
-    (block, tile), count = vectors(x), b * (h // 2) * (w // 2)
+    (block, tile), count = vectors(channels, 16 // x.element_size()), b * (h // 2) * (w // 2)
     launch(_pooled_maximum, (-(-count // tile) * -(-channels // block),), x, origin, out, h, w, h // 2, w // 2, count,
            *x.stride()[:3], CHANNELS=channels, C=block, T=tile, num_warps=4)  # fmt: skip
     return out

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .base import AVAILABLE, launch, operator, power
-from .scores import fits_window_scores, rows_apart, window_constants
+from .scores import rows_apart, window_constants
 from .sketching import shape_of_taps
 
 if AVAILABLE:
@@ -65,8 +65,9 @@ class Mergings(NamedTuple):
 
 
 def fits_beside(square: Tensor, window: tuple[int, int], mergings: Mergings) -> bool:
-    """Whether ``best_window_beside`` takes these: at most three mergings, and windows that one program can choose."""
-    known = window_constants(square, list(window)) if fits_window_scores(square, window) else None
+    """Whether ``best_window_beside`` takes what ``best_window`` does: at most three mergings, and windows that one
+    program can choose."""
+    known = window_constants(square, list(window))
     return known is not None and known[1] == WARPS and len(mergings.weights) <= 3
 
 

@@ -131,8 +131,8 @@ if AVAILABLE:
 
     @triton.jit
     def _mixed_taps(mixing, weight, bias, p0, p1, p2, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
-              COUNT: tl.constexpr, BIAS: tl.constexpr, TAPS: tl.constexpr, DIM: tl.constexpr, HEAD: tl.constexpr,
-              SIDE: tl.constexpr, ONCE: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
+                    COUNT: tl.constexpr, BIAS: tl.constexpr, TAPS: tl.constexpr, DIM: tl.constexpr, HEAD: tl.constexpr,
+                    SIDE: tl.constexpr, ONCE: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
         """Four combinations of all rows of J columns, which are read at once; there is one more column, bias or zero.
         With TAPS > 1 rows are pooled first: this is one tap of that, DIM rows to a pooling, HEAD to a head."""
         block, tap, d = tl.program_id(0), tl.program_id(1) % TAPS, tl.arange(0, ROWS)
