@@ -17,7 +17,8 @@ from . import kernels
 from .shifts import circular_pad
 from .weights import kept, product, whole
 
-__all__ = ["Anchor", "Fold", "Ready", "Score", "Strided", "best_offset", "phase_scores", "token_energy", "wide"]
+__all__ = ["Anchor", "Fold", "Ready", "Score", "Strided", "Taps", "best_offset", "phase_scores",
+           "token_energy", "wide"]  # fmt: skip
 
 Score = Literal["signed", "energy"]
 """How a token counts: ``energy`` is the paper's squared norm; ``signed`` adds a little of one fixed direction, because
@@ -74,8 +75,10 @@ class Strided(NamedTuple):
         return cls(*((int(pair[0]), int(pair[1])) for pair in (conv.kernel_size, conv.stride, conv.padding)))
 
 
-Ready = Callable[[bool], tuple[Tensor, Tensor] | None] | None
-"""How a kernel makes taps, in one pass or not, and what is added to the sum of all, if it can: see ``Anchor._taps``."""
+Taps = tuple[Tensor, Tensor]
+"""Taps, and what is added to the sum of all: see ``Anchor._taps``."""
+Ready = Callable[[bool], Taps | None] | None
+"""How a kernel makes them, to be scored in one pass or not, if it can."""
 
 
 class Fold(NamedTuple):
@@ -211,7 +214,7 @@ class Anchor(nn.Module):
         return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), signed) if choose else parts
 
     def _taps(self, weight: Tensor, bias: Tensor | None, fold: Fold | None, dtype: torch.dtype,
-              once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+              once: bool) -> Taps:  # fmt: skip
         """Weights as (taps, C), a tap being a row, a column and an output, or as ``token_scores`` reads them, and what
         is added to the sum of all."""
         bias = bias if fold is None else fold.constant

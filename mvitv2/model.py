@@ -19,6 +19,7 @@ Attention is global, so what is left is to measure relative positions around the
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial, reduce
 from itertools import accumulate
 from operator import mul
@@ -30,15 +31,17 @@ from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 
 from common.activation import GELU
-from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided, best_offset
+from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided, Taps, best_offset
 from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.embedding import embed
 from common.kernels import (
+    Pooled,
     depthwise,
     fits_pooled,
     fits_pooled_maximum,
     fits_positioned,
     fits_sketch,
+    fits_token_scores,
     pooled,
     pooled_maximum,
     pooled_taps,
@@ -252,11 +255,11 @@ class PoolAnchor(Anchor):
     """
 
     @torch.no_grad()
-    def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False, normed: Tensor | None = None) -> Tensor:
-        """``normed`` is ``norm1`` of x, where it is known already."""
-        attn = block.attn
+    def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False, normed: Tensor | None = None,
+               known: Taps | None = None) -> Tensor:  # fmt: skip
+        """``normed`` is ``norm1`` of x, and ``known`` what ``taps`` makes of the block, if that is done already."""
+        attn, strides = block.attn, self.strides(block)
         pools = (attn.pool_q, attn.pool_k, attn.pool_v)
-        strides = sorted({Strided.of(pool).stride for pool in pools} - {(1, 1)})  # stride 1 has one phase: no choice
         with self.precision(x, fast):
             x = self.normed(x, block.norm1, normed, fast).permute(0, 3, 1, 2)
             scores = []
@@ -264,7 +267,7 @@ class PoolAnchor(Anchor):
                 weights = attn.qkv.weight, attn.qkv.bias, *(pool.weight for pool in pools)
                 name = self.sketch, stride, x.dtype
                 kernel, bias = kept(lambda: self._of_weights(attn, stride, x.dtype), name, *weights)  # noqa: B023
-                ready = self._ready(attn, stride, x.dtype)
+                ready = self._ready(attn, stride, x.dtype) if known is None else lambda _: known
                 how = kernel, Strided.of(pools[1])._replace(stride=stride), bias, None, fast, ready
                 if strides == [(block.modulus, block.modulus)]:
                     return self.choose(x, *how)
@@ -284,17 +287,40 @@ class PoolAnchor(Anchor):
         kernel = product(mixed.permute(0, 2, 3, 1).flatten(0, 2), weight)  # (r, 3, 3), C
         return kernel.view(-1, 3, 3, kernel.shape[1]).permute(0, 3, 1, 2).to(dtype), (mixing * bias).sum(1)
 
+    def taps(self, normed: Tensor, blocks: Sequence[MViTv2Block]) -> list[Taps]:
+        """What is scored of these blocks, in one launch: in a compiled graph, where nothing is kept. ``normed`` are the
+        first's tokens. Nothing if kernels do not take them all, or one pools by several strides."""
+        strides, channels = [self.strides(block) for block in blocks], [block.attn.qkv.in_features for block in blocks]
+        one = all(len(each) == 1 for each in strides) and torch.compiler.is_compiling()
+        once = all(fits_token_scores(normed, self.sketch, 3, 1, n) for n in channels)
+        of = [(block.attn, each[0]) for block, each in zip(blocks, strides, strict=True)]
+        return self._made(of, normed.dtype, True) if one and once else []
+
+    def strides(self, block: MViTv2Block) -> list[tuple[int, int]]:
+        """Of a block's poolings: all but 1, which has one phase and no choice."""
+        pools = block.attn.pool_q, block.attn.pool_k, block.attn.pool_v
+        return sorted({Strided.of(pool).stride for pool in pools} - {(1, 1)})
+
     def _ready(self, attn: PoolingAttention, stride: tuple[int, int], dtype: torch.dtype) -> Ready:
         """What is scored, by a kernel if it fits."""
 
         def make(once: bool) -> tuple[Tensor, Tensor] | None:
-            (span, pools), weight, bias = self._pooled(attn, stride), attn.qkv.weight, attn.qkv.bias
-            mixing = self.mixing(span.stop - span.start, self.wave)
-            if mixing is None or not fits_sketch(mixing, weight, bias, *pools):
-                return None
-            return pooled_taps(mixing, weight[span], bias[span], pools, dtype, once)
+            made = self._made([(attn, stride)], dtype, once)
+            return made[0] if made else None
 
         return make
+
+    def _made(self, of: Sequence[tuple[PoolingAttention, tuple[int, int]]], dtype: torch.dtype,
+              once: bool) -> list[Taps]:  # fmt: skip
+        """What is scored of each projection and its pooling at one stride; none if a kernel does not fit."""
+        pooled = [self._pooled(attn, stride) for attn, stride in of]
+        sizes = [span.stop - span.start for span, _ in pooled]
+        mixing = self.mixing(max(sizes), self.wave) if min(sizes) > self.sketch else None
+        weights = [[attn.qkv.weight, attn.qkv.bias] for attn, _ in of]
+        if not fits_sketch(mixing, *(t for own, (_, pools) in zip(weights, pooled, strict=True) for t in own + pools)):
+            return []
+        given = [Pooled(w[span], b[span], pools) for (w, b), (span, pools) in zip(weights, pooled, strict=True)]
+        return pooled_taps(mixing, given, dtype, once)  # type: ignore[arg-type]
 
     def _pooled(self, attn: PoolingAttention, stride: tuple[int, int]) -> tuple[slice, list[Tensor]]:
         """Which of the projection's outputs are pooled at one stride, and with what weights."""
@@ -390,14 +416,19 @@ class MViTv2(Classifier):
         x = self.patch_embed(x, offset if self.adaptive else None)
         stride = self.patch_embed.proj.stride[0]
         stages: Stages = []
-        stage: Any
-        for stage in self.stages[: last + 1]:
+        walked: list[Any] = list(self.stages[: last + 1])
+        anchored = [block for stage in walked for block in stage.blocks if block.modulus > 1]
+        made: list[Taps] | None = None
+        for stage in walked:
             for block in stage.blocks:
                 origin = ahead = None
                 if self.pool_anchor is not None and block.modulus > 1:
                     x, placed = written(x), usable(x) and not torch.is_grad_enabled()
                     ahead = normed(x, block.norm1) if placed and self.canonical else None
-                    origin = self.pool_anchor.offset(x, block, self.canonical, ahead)
+                    if made is None and ahead is not None:
+                        made = self.pool_anchor.taps(ahead, anchored)
+                    known = made.pop(0) if made else None
+                    origin = self.pool_anchor.offset(x, block, self.canonical, ahead, known)
                     offset = offset + stride * origin
                     if not placed:  # else where it begins is one more number to kernels
                         x, origin = roll(x, origin, (1, 2), within=True), None

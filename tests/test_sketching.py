@@ -63,7 +63,7 @@ def test_taps_of_a_convolution(monkeypatch: pytest.MonkeyPatch, kernel: int, cha
     weight, bias = anchor._of_weights(conv, torch.float32)
     assert_same_taps(monkeypatch, anchor._ready(conv, torch.float32),
                      lambda once: anchor._taps(weight, bias, None, torch.float32, once), once,
-                     ["_mixed_taps"])  # fmt: skip
+                     ["_convolution_taps"])  # fmt: skip
 
 
 @interpreted
@@ -97,7 +97,30 @@ def test_taps_of_poolings(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride
         return taps, parts.sum(0) if once else parts
 
     assert_same_taps(monkeypatch, ready, lambda once: anchor._taps(weight, bias, None, torch.float32, once), once,
-                     ["_mixed_taps"])  # fmt: skip
+                     ["_pooled_taps"])  # fmt: skip
+
+
+@interpreted
+@LAYOUTS
+@torch.no_grad()
+def test_taps_of_several_poolings(monkeypatch: pytest.MonkeyPatch, once: bool, sketch: int) -> None:
+    """Five in one launch, of other widths, heads and poolings each, and what is left in another."""
+    anchor, of = PoolAnchor(sketch=sketch), []
+    for dim, heads, strides, stride in ((20, 1, (1, 4), 4), (20, 2, (2, 2), 2), (48, 2, (1, 2), 2), (33, 3, (2, 1), 2),
+                                        (64, 5, (2, 2), 2), (16, 1, (2, 1), 2)):  # fmt: skip
+        attn = PoolingAttention(dim=dim, out_dim=24 * heads, size=(8, 8), num_heads=heads, stride_q=strides[0],
+                                stride_kv=strides[1], circular=True, padding_mode="circular")  # fmt: skip
+        of.append((randomize(attn), (stride, stride)))
+    kept = [anchor._of_weights(attn, stride, torch.float32) for attn, stride in of]
+
+    def ready(once: bool) -> tuple[Tensor, ...]:
+        made = anchor._made(of, torch.float32, once)
+        return tuple(t for taps, parts in made for t in (taps, parts.sum(0) if once else parts))
+
+    def plain(once: bool) -> tuple[Tensor, ...]:
+        return tuple(t for w, bias in kept for t in anchor._taps(w, bias, None, torch.float32, once))
+
+    assert_same_taps(monkeypatch, ready, plain, once, ["_pooled_taps", "_pooled_taps"])
 
 
 @interpreted

@@ -20,7 +20,7 @@ from .reducing import Mergings, best_window_beside, fits_beside, merging_weights
 from .residual import add_norm, fits_add_norm
 from .rolling import fits_roll_kernel, rolled
 from .scores import best_phase, best_window, fits_window_scores, token_moments
-from .sketching import convolution_taps, depthwise_taps, fits_sketch, pooled_taps, sketched
+from .sketching import Pooled, convolution_taps, depthwise_taps, fits_sketch, pooled_taps, sketched
 from .tokens import (
     best_of_tokens,
     fits_token_kernel,
@@ -35,6 +35,7 @@ __all__ = [
     "AVAILABLE",
     "INTERPRETED",
     "Mergings",
+    "Pooled",
     "add_norm",
     "all_phases",
     "best_of_tokens",

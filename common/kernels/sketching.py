@@ -10,6 +10,10 @@ Taps are (2 C, n) with ``once``, for ``token_scores``: see ``in_one_pass``. Else
 column and an output, with zeros up to a multiple of eight.
 """
 
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -21,6 +25,7 @@ if AVAILABLE:
     import triton.language as tl
 
 __all__ = [
+    "Pooled",
     "convolution_taps",
     "depthwise_taps",
     "fits_sketch",
@@ -30,7 +35,8 @@ __all__ = [
     "sketched",
 ]
 
-COLUMNS, POOLED = 8, 16  # of weights that one program mixes: 32 bytes of each row, or 64
+COLUMNS = 8  # of weights that one program mixes: 32 bytes of each row
+POOLED = {"J": 4, "num_warps": 4}  # columns of pooled ones
 CHANNELS = 64  # of one tap that a program mixes
 
 
@@ -53,47 +59,49 @@ def shape_of_taps(r: int, channels: int, side: int, once: bool) -> tuple[int, in
 if AVAILABLE:
 
     @triton.jit
-    def _place(r, row, column, c, CHANNELS: tl.constexpr, COUNT: tl.constexpr, SIDE: tl.constexpr):
+    def _place(r, row, column, c, channels, COUNT: tl.constexpr, SIDE: tl.constexpr):
         """Where in taps (row, column, output, channel) a weight lies."""
-        return ((row * SIDE + column) * COUNT + r) * CHANNELS + c
+        return ((row * SIDE + column) * COUNT + r) * channels + c
 
     @triton.jit
-    def _of_pair(token, r, row, position, c, CHANNELS: tl.constexpr, SIDE: tl.constexpr):
+    def _of_pair(token, r, row, position, c, channels, SIDE: tl.constexpr):
         """Where in taps (token of a pair, channel, row, position, output) a weight lies. Column j of a kernel is of the
         first token for position j + 4 - SIDE, and of the second for the position before."""
         ROWS: tl.constexpr = 2 if SIDE == 2 else 4
-        return ((token * CHANNELS + c) * ROWS + row) * 16 + position * 4 + r
+        return ((token * channels + c) * ROWS + row) * 16 + position * 4 + r
 
     @triton.jit
-    def store_taps(taps, value, r, row, column, c, keep, CHANNELS: tl.constexpr, COUNT: tl.constexpr,
-                   SIDE: tl.constexpr, ONCE: tl.constexpr):  # fmt: skip
+    def store_taps(taps, value, r, row, column, c, keep, channels, COUNT: tl.constexpr, SIDE: tl.constexpr,
+                   ONCE: tl.constexpr):  # fmt: skip
         """Store weights of one output, and zeros in places that are none's, of which each has a few to care for."""
         tap, value = row * SIDE + column, value.to(taps.dtype.element_ty)
         none = tl.zeros_like(value)
         if ONCE:
             position = column + (4 - SIDE)
-            tl.store(taps + _of_pair(0, r, row, position, c, CHANNELS, SIDE), value, keep)
-            tl.store(taps + _of_pair(1, r, row, position - 1, c, CHANNELS, SIDE), value, keep)
+            tl.store(taps + _of_pair(0, r, row, position, c, channels, SIDE), value, keep)
+            tl.store(taps + _of_pair(1, r, row, position - 1, c, channels, SIDE), value, keep)
             if SIDE == 2:
-                tl.store(taps + _of_pair(0, r, row, column, c, CHANNELS, SIDE), none, keep)
-                tl.store(taps + _of_pair(1, r, row, 3 * column, c, CHANNELS, SIDE), none, keep)
+                tl.store(taps + _of_pair(0, r, row, column, c, channels, SIDE), none, keep)
+                tl.store(taps + _of_pair(1, r, row, 3 * column, c, channels, SIDE), none, keep)
             else:
                 end = column // 2  # the first position of a row, or the last
-                tl.store(taps + _of_pair(end, r, row, 3 * end, c, CHANNELS, SIDE), none, keep & (column != 1))
-                tl.store(taps + _of_pair(tap // 4, r, 3, tap % 4, c, CHANNELS, SIDE), none, keep & (tap < 8))
+                tl.store(taps + _of_pair(end, r, row, 3 * end, c, channels, SIDE), none, keep & (column != 1))
+                tl.store(taps + _of_pair(tap // 4, r, 3, tap % 4, c, channels, SIDE), none, keep & (tap < 8))
         else:
-            tl.store(taps + _place(r, row, column, c, CHANNELS, COUNT, SIDE), value, keep)
+            tl.store(taps + _place(r, row, column, c, channels, COUNT, SIDE), value, keep)
             if SIDE == 3 and COUNT == 4:  # a tenth tap
-                tl.store(taps + _place(r, 3, 0, c, CHANNELS, COUNT, SIDE), none, keep & (tap == 0))
+                tl.store(taps + _place(r, 3, 0 * tap, c, channels, COUNT, SIDE), none, keep & (tap == 0))
 
     @triton.jit
-    def four(mixing, w, r, d, ms, COUNT: tl.constexpr, D: tl.constexpr):
-        """Combinations r to r + 3 of D rows of w (rows, J), all added up in one pass: (J, 2, 2), see ``which``."""
-        mixing += r * ms + d
-        m0 = tl.load(mixing, d < tl.where(r < COUNT, D, 0), 0.0).to(tl.float32)[:, None] * w
-        m1 = tl.load(mixing + ms, d < tl.where(r + 1 < COUNT, D, 0), 0.0).to(tl.float32)[:, None] * w
-        m2 = tl.load(mixing + 2 * ms, d < tl.where(r + 2 < COUNT, D, 0), 0.0).to(tl.float32)[:, None] * w
-        m3 = tl.load(mixing + 3 * ms, d < tl.where(r + 3 < COUNT, D, 0), 0.0).to(tl.float32)[:, None] * w
+    def _row(mixing, r, d, ms, rows, COUNT: tl.constexpr):
+        """What combination r takes of so many rows d: (n, 1)."""
+        return tl.load(mixing + r * ms + d, d < tl.where(r < COUNT, rows, 0), 0.0).to(tl.float32)[:, None]
+
+    @triton.jit
+    def four(mixing, w, r, d, ms, COUNT: tl.constexpr, rows):
+        """Combinations r to r + 3 of so many rows of w (n, J), all added up in one pass: (J, 2, 2), see ``which``."""
+        m0, m1 = _row(mixing, r, d, ms, rows, COUNT) * w, _row(mixing, r + 1, d, ms, rows, COUNT) * w
+        m2, m3 = _row(mixing, r + 2, d, ms, rows, COUNT) * w, _row(mixing, r + 3, d, ms, rows, COUNT) * w
         return tl.sum(tl.join(tl.join(m0, m1), tl.join(m2, m3)), 0)
 
     @triton.jit
@@ -103,12 +111,12 @@ if AVAILABLE:
         return r + tl.arange(0, 2)[:, None] + 2 * tl.arange(0, 2)[None, :]
 
     @triton.jit
-    def columns(weight, bias, d, j, WIDTH: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr):
-        """Columns j of weights, rows d of which there are D; bias is one more column."""
-        w = tl.load(weight + d[:, None] * WIDTH + j[None, :], (d < D)[:, None] & (j < WIDTH)[None, :], 0.0)
+    def columns(weight, bias, d, j, width, rows, BIAS: tl.constexpr):
+        """Columns j of weights, rows d of which there are so many; bias is one more column."""
+        w = tl.load(weight + d[:, None] * width + j[None, :], (d < rows)[:, None] & (j < width)[None, :], 0.0)
         w = w.to(tl.float32)
         if BIAS:
-            last = tl.load(bias + d[:, None] + 0 * j[None, :], (d < D)[:, None] & (j == WIDTH)[None, :], 0.0)
+            last = tl.load(bias + d[:, None] + 0 * j[None, :], (d < rows)[:, None] & (j == width)[None, :], 0.0)
             w += last.to(tl.float32)
         return w
 
@@ -130,32 +138,85 @@ if AVAILABLE:
         mix(tl.program_id(0), mixing, weight, bias, out, constant, ms, WIDTH, D, COUNT, BIAS, ROWS, J)
 
     @triton.jit
-    def _mixed_taps(mixing, weight, bias, p0, p1, p2, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
-                    COUNT: tl.constexpr, BIAS: tl.constexpr, TAPS: tl.constexpr, DIM: tl.constexpr, HEAD: tl.constexpr,
-                    SIDE: tl.constexpr, ONCE: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
-        """Four combinations of all rows of J columns, which are read at once; there is one more column, bias or zero.
-        With TAPS > 1 rows are pooled first: this is one tap of that, DIM rows to a pooling, HEAD to a head."""
-        block, tap, d = tl.program_id(0), tl.program_id(1) % TAPS, tl.arange(0, ROWS)
-        r, j = tl.program_id(1) // TAPS * 4, block * J + tl.arange(0, J)
-        w = columns(weight, bias, d, j, WIDTH, D, BIAS)
-        if TAPS > 1:
-            at = d % DIM % HEAD * TAPS + tap
-            p = tl.load(p0 + at, d < DIM, 0.0).to(tl.float32)
-            if D > DIM:
-                p += tl.load(p1 + at, (d >= DIM) & (d < 2 * DIM), 0.0).to(tl.float32)
-            if D > 2 * DIM:
-                p += tl.load(p2 + at, (d >= 2 * DIM) & (d < D), 0.0).to(tl.float32)
-            w *= p[:, None]
-        mixed = four(mixing, w, r, d, ms, COUNT, D)
+    def _convolution_taps(mixing, weight, bias, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
+                          COUNT: tl.constexpr, BIAS: tl.constexpr, SIDE: tl.constexpr, ONCE: tl.constexpr,
+                          ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
+        """Four combinations of all rows of J columns, which are read at once; there is one more column, bias or
+        zero."""
+        AREA: tl.constexpr = SIDE * SIDE
+        r, d, j = tl.program_id(1) * 4, tl.arange(0, ROWS), tl.program_id(0) * J + tl.arange(0, J)
+        mixed = four(mixing, columns(weight, bias, d, j, WIDTH, D, BIAS), r, d, ms, COUNT, D)
         j, r = j[:, None, None], which(r)[None, :, :]
-        keep = (j < WIDTH) & (r < COUNT)
-        if TAPS > 1:
-            at = tap + 0 * j
-            store_taps(out, mixed, r, at // SIDE, at % SIDE, j, keep, WIDTH, COUNT, SIDE, ONCE)
-        else:
-            c, at = j // (SIDE * SIDE), j % (SIDE * SIDE)
-            store_taps(out, mixed, r, at // SIDE, at % SIDE, c, keep, WIDTH // (SIDE * SIDE), COUNT, SIDE, ONCE)
-        tl.store(constant + (tap * COUNT + r + j - WIDTH), mixed, (j == WIDTH) & (r < COUNT))
+        at, keep = j % AREA, (j < WIDTH) & (r < COUNT)
+        store_taps(out, mixed, r, at // SIDE, at % SIDE, j // AREA, keep, WIDTH // AREA, COUNT, SIDE, ONCE)
+        tl.store(constant + (r + j - WIDTH), mixed, (j == WIDTH) & (r < COUNT))
+
+    @triton.jit
+    def _of_five(n, a, b, c, d, e):
+        """The n-th of five pointers."""
+        if n == 1:
+            a = b
+        if n == 2:
+            a = c
+        if n == 3:
+            a = d
+        if n == 4:
+            a = e
+        return a
+
+    @triton.jit
+    def _number(n, a, b, c, d, e):
+        """The n-th of five numbers."""
+        return tl.where(n == 0, a, tl.where(n == 1, b, tl.where(n == 2, c, tl.where(n == 3, d, e))))
+
+    @triton.jit
+    def _pooled_taps(mixing, w0, w1, w2, w3, w4, b0, b1, b2, b3, b4, q0, q1, q2, q3, q4, k0, k1, k2, k3, k4, v0, v1, v2,
+                     v3, v4, taps, constant, ms, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr,
+                     C3: tl.constexpr, C4: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+                     D3: tl.constexpr, D4: tl.constexpr, DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
+                     DIM3: tl.constexpr, DIM4: tl.constexpr, COUNT: tl.constexpr, HEAD: tl.constexpr,
+                     ONCE: tl.constexpr, EACH: tl.constexpr, POOLS: tl.constexpr, HEADS: tl.constexpr,
+                     E: tl.constexpr, J: tl.constexpr):  # fmt: skip
+        """Four combinations of pooled rows of J columns, at all taps of the pooling; one more column is bias. Up to
+        five projections in one launch, with C columns and D rows, DIM to a pooling; results lie one after another, EACH
+        numbers to a column. POOLS is the most that one has: compilers fail at a condition that never holds."""
+        GROUPS: tl.constexpr = (COUNT + 3) // 4
+        N1: tl.constexpr = C0 // J + 1
+        N2: tl.constexpr = N1 + C1 // J + 1
+        N3: tl.constexpr = N2 + C2 // J + 1
+        N4: tl.constexpr = N3 + C3 // J + 1
+        block, r = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS * 4
+        n = (block >= N1).to(tl.int32) + (block >= N2) + (block >= N3) + (block >= N4)
+        block -= _number(n, 0, N1, N2, N3, N4)
+        width, rows = _number(n, C0, C1, C2, C3, C4), _number(n, D0, D1, D2, D3, D4)
+        dim = _number(n, DIM0, DIM1, DIM2, DIM3, DIM4)
+        taps += _number(n, 0, C0, C0 + C1, C0 + C1 + C2, C0 + C1 + C2 + C3) * EACH
+        weight, bias = _of_five(n, w0, w1, w2, w3, w4), _of_five(n, b0, b1, b2, b3, b4)
+        e, j, tap = tl.arange(0, E), block * J + tl.arange(0, J), tl.arange(0, 16)[:, None]
+        column, mixed = tl.arange(0, 4 * J)[None, :], tl.zeros([16, 4 * J], tl.float32)
+        for pool in tl.static_range(POOLS):
+            if pool * dim < rows:
+                m0, m1 = tl.zeros([E, J], tl.float32), tl.zeros([E, J], tl.float32)
+                m2, m3 = tl.zeros([E, J], tl.float32), tl.zeros([E, J], tl.float32)
+                for head in tl.static_range(HEADS):  # rows that are pooled alike, first
+                    d = tl.where(e < tl.where(head * HEAD < dim, HEAD, 0), pool * dim + head * HEAD + e, rows)
+                    w = columns(weight, bias, d, j, width, rows, True)
+                    m0 += _row(mixing, r, d, ms, rows, COUNT) * w
+                    m1 += _row(mixing, r + 1, d, ms, rows, COUNT) * w
+                    m2 += _row(mixing, r + 2, d, ms, rows, COUNT) * w
+                    m3 += _row(mixing, r + 3, d, ms, rows, COUNT) * w
+                pools = _of_five(n, q0, q1, q2, q3, q4)
+                if pool == 1:
+                    pools = _of_five(n, k0, k1, k2, k3, k4)
+                if pool == 2:
+                    pools = _of_five(n, v0, v1, v2, v3, v4)
+                p = tl.load(pools + e[None, :] * 9 + tap, (e < HEAD)[None, :] & (tap < 9), 0.0).to(tl.float32)
+                w = tl.reshape(tl.join(tl.join(m0, m1), tl.join(m2, m3)), [E, 4 * J])
+                mixed = tl.dot(p, w, mixed, input_precision="tf32x3")
+        one, j = r + column % 4 // 2 + column % 2 * 2, block * J + column // 4
+        keep = (one < COUNT) & (tap < 9)
+        store_taps(taps, mixed, one, tap // 3, tap % 3, j, keep & (j < width), width, COUNT, 3, ONCE)
+        tl.store(constant + ((n * 9 + tap) * COUNT + one + j - width), mixed, keep & (j == width))
 
     @triton.jit
     def _depthwise_taps(mixing, first, second, taps, constant, ms, CHANNELS: tl.constexpr, COUNT: tl.constexpr,
@@ -172,8 +233,8 @@ if AVAILABLE:
         tl.store(constant + r + c, tl.zeros_like(mixed), c + tap == 0)
 
 
-def _sketch_warps(rows: int, columns: int = COLUMNS) -> int:
-    return max(2, min(8, rows * columns // 1024))
+def _sketch_warps(rows: int) -> int:
+    return max(2, min(8, rows * COLUMNS // 1024))
 
 
 @operator("shift_vits::sketched")
@@ -203,9 +264,8 @@ def convolution_taps(mixing: Tensor, weight: Tensor, bias: Tensor | None, dtype:
     r, (d, c, side, _) = len(mixing), weight.shape
     taps, constant = _new_taps(weight, r, c, side, dtype, once), weight.new_empty(r, dtype=torch.float32)
     n, rows = c * side * side, power(d)
-    given = [weight if bias is None else bias, weight, weight, weight]
-    launch(_mixed_taps, (n // COLUMNS + 1, -(-r // 4)), mixing, weight, *given, taps, constant, mixing.stride(0),
-           WIDTH=n, D=d, COUNT=r, BIAS=bias is not None, TAPS=1, DIM=d, HEAD=d, SIDE=side, ONCE=once, ROWS=rows,
+    launch(_convolution_taps, (n // COLUMNS + 1, -(-r // 4)), mixing, weight, weight if bias is None else bias, taps,
+           constant, mixing.stride(0), WIDTH=n, D=d, COUNT=r, BIAS=bias is not None, SIDE=side, ONCE=once, ROWS=rows,
            J=COLUMNS, num_warps=_sketch_warps(rows))  # fmt: skip
     return taps, constant
 
@@ -222,16 +282,47 @@ def depthwise_taps(mixing: Tensor, first: Tensor, second: Tensor, dtype: torch.d
     return taps, constant
 
 
+class Pooled(NamedTuple):
+    """Outputs of a projection, weight (D, C) and bias (D,), each head of which is pooled by one to three depthwise
+    convolutions (d, 1, 3, 3), one after another."""
+
+    weight: Tensor
+    bias: Tensor
+    pools: list[Tensor]
+
+
+def pooled_taps(mixing: Tensor, projections: Sequence[Pooled], dtype: torch.dtype,
+                once: bool) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Combinations ``mixing`` (r, D or more) of pooled projections, of five in one launch: taps of type ``dtype``, and
+    what is added to the sum of all, (r,), or with ``once`` in parts, (9, r), float32."""
+    made: list[tuple[Tensor, Tensor]] = []
+    for first in range(0, len(projections), 5):
+        five = projections[first : first + 5]
+        pools = [p.pools[min(i, len(p.pools) - 1)] for i in range(3) for p in five]
+        taps, constants = pooled_taps_of_five(mixing, [p.weight for p in five], [p.bias for p in five], pools,
+                                              [len(p.pools) for p in five], dtype, once)  # fmt: skip
+        shapes = [shape_of_taps(len(mixing), p.weight.shape[1], 3, once) for p in five]
+        each = taps.split([a * b for a, b in shapes])
+        constants = constants if once else constants.sum(1)
+        made += [(t.view(shape), c) for t, shape, c in zip(each, shapes, constants.unbind(), strict=True)]
+    return made
+
+
 @operator("shift_vits::pooled_taps")
-def pooled_taps(mixing: Tensor, weight: Tensor, bias: Tensor, pools: list[Tensor], dtype: torch.dtype,
-                once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Combinations ``mixing`` (r, D) of a projection's outputs, weight (D, C) and bias (D,), each head of which is
-    pooled by one to three depthwise convolutions (d, 1, 3, 3), one after another: taps of type ``dtype``, and what is
-    added to the sum of all, (r,), or with ``once`` in parts, (9, r), float32."""
-    r, (d, c), rows = len(mixing), weight.shape, power(len(weight))
-    taps, constant = _new_taps(weight, r, c, 3, dtype, once), weight.new_empty((9, r), dtype=torch.float32)
-    given = [pools[min(i, len(pools) - 1)] for i in range(3)]
-    launch(_mixed_taps, (c // POOLED + 1, -(-r // 4) * 9), mixing, weight, bias, *given, taps, constant,
-           mixing.stride(0), WIDTH=c, D=d, COUNT=r, BIAS=True, TAPS=9, DIM=d // len(pools), HEAD=len(pools[0]), SIDE=3,
-           ONCE=once, ROWS=rows, J=POOLED, num_warps=_sketch_warps(rows, POOLED))  # fmt: skip
-    return taps, constant if once else constant.sum(0)
+def pooled_taps_of_five(mixing: Tensor, weights: list[Tensor], biases: list[Tensor], pools: list[Tensor],
+                        poolings: list[int], dtype: torch.dtype, once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``pooled_taps`` of n, at most five, each with so many poolings; pools are the first of all, the second of all and
+    the third, or any. Taps one after another, and what is added, (n, 9, r)."""
+    r, d, c = len(mixing), [len(weight) for weight in weights], [weight.shape[1] for weight in weights]
+    size, head, missing = prod(shape_of_taps(r, 1, 3, once)), len(pools[0]), 5 - len(weights)
+    taps = torch.empty(sum(c) * size, dtype=dtype, device=mixing.device)
+    constants = torch.empty((len(weights), 9, r), dtype=torch.float32, device=mixing.device)
+    n = len(weights)
+    given = [[*each, *missing * each[:1]] for each in (weights, biases, pools[:n], pools[n : 2 * n], pools[2 * n :])]
+    numbers = {"C": c, "D": d, "DIM": [n // parts for n, parts in zip(d, poolings, strict=True)]}
+    sizes = {f"{name}{i}": n for name, values in numbers.items() for i, n in enumerate([*values, *missing * [1]])}
+    launch(_pooled_taps, (sum(n // POOLED["J"] + 1 for n in c) * -(-r // 4),), mixing,
+           *(tensor for tensors in given for tensor in tensors), taps, constants, mixing.stride(0), **sizes, COUNT=r,
+           HEAD=head, ONCE=once, EACH=size, POOLS=max(poolings), HEADS=power(max(numbers["DIM"]) // head),
+           E=max(16, power(head)), **POOLED)  # fmt: skip
+    return taps, constants
