@@ -72,7 +72,7 @@ class Strided(NamedTuple):
     def of(cls, conv: nn.Conv2d) -> "Strided":
         if isinstance(conv.padding, str):
             raise ValueError(f"an anchored convolution needs its padding in pixels, not {conv.padding!r}")
-        return cls(*((int(pair[0]), int(pair[1])) for pair in (conv.kernel_size, conv.stride, conv.padding)))
+        return cls(conv.kernel_size, conv.stride, conv.padding)  # type: ignore[arg-type]
 
 
 Taps = tuple[Tensor, Tensor]

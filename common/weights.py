@@ -13,6 +13,7 @@ from . import kernels
 __all__ = ["forget", "kept", "normed_taps", "product", "taps", "whole"]
 
 T = TypeVar("T")
+PLAIN = {Tensor, nn.Parameter}  # nothing sharded, and no stand-in of a graph that is recorded
 _KEPT: dict[int, tuple[weakref.ref, dict]] = {}  # by the id of a tensor: torch's mapping of tensors is slow
 
 
@@ -27,8 +28,7 @@ def kept(make: Callable[[], T], name: Hashable, *weights: Tensor) -> T:
     """What is made of ``weights`` (new tensors: else they would hold themselves), kept with the first under a name
     until one of them changes. Not for a gradient, and not while a graph is recorded: that is for the compiler to
     decide. What is written through ``.data`` goes unnoticed until the model is asked to ``forget``."""
-    plain = all(type(w) in (Tensor, nn.Parameter) for w in weights)
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not plain:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not PLAIN.issuperset(map(type, weights)):
         return make()
     try:
         state = [(w.data_ptr(), None if w.is_inference() else w._version) for w in weights]
@@ -42,9 +42,10 @@ def kept(make: Callable[[], T], name: Hashable, *weights: Tensor) -> T:
 
 def _kept_with(weight: Tensor) -> dict[Hashable, Any]:
     key = id(weight)
-    if key not in _KEPT or _KEPT[key][0]() is not weight:
-        _KEPT[key] = weakref.ref(weight, lambda _: _KEPT.pop(key, None)), {}
-    return _KEPT[key][1]
+    found = _KEPT.get(key)
+    if found is None or found[0]() is not weight:
+        found = _KEPT[key] = weakref.ref(weight, lambda _: _KEPT.pop(key, None)), {}
+    return found[1]
 
 
 def forget(module: nn.Module) -> None:

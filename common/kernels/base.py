@@ -46,7 +46,7 @@ def operator(name: str) -> Callable[[Launcher], Launcher]:
 
         @wraps(function)
         def call(*args: Any) -> Any:
-            direct = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _real(args)
+            direct = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _real(args[0])
             return function(*args) if direct else known(*args)
 
         return call  # type: ignore[return-value]
@@ -54,15 +54,15 @@ def operator(name: str) -> Callable[[Launcher], Launcher]:
     return register
 
 
-def _real(args: tuple) -> bool:
-    """Whether these are tensors with data, not what stands for them while a graph is recorded."""
-    return all(type(a) in (Tensor, nn.Parameter) for a in args if isinstance(a, Tensor))
+def _real(x: Any) -> bool:
+    """Whether this, if a tensor, is one with data, not what stands for it while a graph is recorded."""
+    return type(x) in (Tensor, nn.Parameter) or not isinstance(x, Tensor)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run a kernel of these arguments, all but ``constants``, the first of them a tensor. Triton takes long to find out
     what it has compiled for them, so that is remembered here."""
-    if INTERPRETED or not _real(args[:1]):
+    if INTERPRETED or not _real(args[0]):
         (kernel if INTERPRETED else wrap_triton(kernel))[grid](*args, **constants)
         return
     device = args[0].device

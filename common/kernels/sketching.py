@@ -35,8 +35,7 @@ __all__ = [
     "sketched",
 ]
 
-COLUMNS = 8  # of weights that one program mixes: 32 bytes of each row
-POOLED = {"J": 4, "num_warps": 4}  # columns of pooled ones
+COLUMNS, POOLED = 8, 4  # of weights that one program mixes, and of those that are pooled
 CHANNELS = 64  # of one tap that a program mixes
 
 
@@ -321,8 +320,8 @@ def pooled_taps_of_five(mixing: Tensor, weights: list[Tensor], biases: list[Tens
     given = [[*each, *missing * each[:1]] for each in (weights, biases, pools[:n], pools[n : 2 * n], pools[2 * n :])]
     numbers = {"C": c, "D": d, "DIM": [n // parts for n, parts in zip(d, poolings, strict=True)]}
     sizes = {f"{name}{i}": n for name, values in numbers.items() for i, n in enumerate([*values, *missing * [1]])}
-    launch(_pooled_taps, (sum(n // POOLED["J"] + 1 for n in c) * -(-r // 4),), mixing,
+    launch(_pooled_taps, (sum(n // POOLED + 1 for n in c) * -(-r // 4),), mixing,
            *(tensor for tensors in given for tensor in tensors), taps, constants, mixing.stride(0), **sizes, COUNT=r,
            HEAD=head, ONCE=once, EACH=size, POOLS=max(poolings), HEADS=power(max(numbers["DIM"]) // head),
-           E=max(16, power(head)), **POOLED)  # fmt: skip
+           E=max(16, power(head)), J=POOLED, num_warps=4)  # fmt: skip
     return taps, constants
