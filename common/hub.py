@@ -94,7 +94,7 @@ class HubModel(nn.Module):
 
     def compile(self, *, mode: str | None = None, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """As ``nn.Module.compile``. Each call then checks that images and model are such as were compiled, but not that
-        every function and constant of the code still is: with CUDA graphs, one image takes 4 to 7 % less."""
+        every function and constant of the code still is: hundreds of checks, which count where images come singly."""
         if options is None and kwargs.get("backend", "inductor") == "inductor":
             mode, options = None, torch._inductor.list_mode_options(mode or "default")
         if mode is None:
