@@ -312,16 +312,16 @@ def pooled_taps_of_five(mixing: Tensor, weights: list[Tensor], biases: list[Tens
                         poolings: list[int], dtype: torch.dtype, once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``pooled_taps`` of n, at most five, each with so many poolings; pools are the first of all, the second of all and
     the third, or any. Taps one after another, and what is added, (n, 9, r)."""
-    r, d, c = len(mixing), [len(weight) for weight in weights], [weight.shape[1] for weight in weights]
-    size, head, missing = prod(shape_of_taps(r, 1, 3, once)), len(pools[0]), 5 - len(weights)
+    r, n, d, c = len(mixing), len(weights), [len(w) for w in weights], [w.shape[1] for w in weights]
+    size, head = prod(shape_of_taps(r, 1, 3, once)), len(pools[0])
     taps = torch.empty(sum(c) * size, dtype=dtype, device=mixing.device)
-    constants = torch.empty((len(weights), 9, r), dtype=torch.float32, device=mixing.device)
-    n = len(weights)
-    given = [[*each, *missing * each[:1]] for each in (weights, biases, pools[:n], pools[n : 2 * n], pools[2 * n :])]
-    numbers = {"C": c, "D": d, "DIM": [n // parts for n, parts in zip(d, poolings, strict=True)]}
-    sizes = {f"{name}{i}": n for name, values in numbers.items() for i, n in enumerate([*values, *missing * [1]])}
-    launch(_pooled_taps, (sum(n // POOLED + 1 for n in c) * -(-r // 4),), mixing,
+    constants = torch.empty((n, 9, r), dtype=torch.float32, device=mixing.device)
+    given = [[*each, *(5 - n) * each[:1]] for each in (weights, biases, pools[:n], pools[n : 2 * n], pools[2 * n :])]
+    dims = [rows // parts for rows, parts in zip(d, poolings, strict=True)]
+    numbers = {"C": c, "D": d, "DIM": dims}.items()
+    sizes = {f"{name}{i}": value for name, each in numbers for i, value in enumerate([*each, *(5 - n) * [1]])}
+    launch(_pooled_taps, (sum(width // POOLED + 1 for width in c) * -(-r // 4),), mixing,
            *(tensor for tensors in given for tensor in tensors), taps, constants, mixing.stride(0), **sizes, COUNT=r,
-           HEAD=head, ONCE=once, EACH=size, POOLS=max(poolings), HEADS=power(max(numbers["DIM"]) // head),
+           HEAD=head, ONCE=once, EACH=size, POOLS=max(poolings), HEADS=power(max(dims) // head),
            E=max(16, power(head)), J=POOLED, num_warps=4)  # fmt: skip
     return taps, constants
