@@ -36,6 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 
 from .classifier import Classifier, to_pair
+from .hub import compile_options
 from .registry import create_model
 
 __all__ = ["COMPILE_MODES", "MODES", "PRECISIONS", "Setting", "benchmark", "benchmark_modules", "build", "environment"]
@@ -223,9 +224,7 @@ def compiled(function: Callable[..., Any], setting: Setting) -> Callable[..., An
         return function
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = 256, True  # else it would go on uncompiled, silently
-    options = torch._inductor.list_mode_options(setting.compile_mode)
-    options["guard_filter_fn"] = torch.compiler.skip_guard_on_globals_unsafe
-    faster = torch.compile(function, options=options, dynamic=False)
+    faster = torch.compile(function, options=compile_options(setting.compile_mode), dynamic=False)
 
     def run(*args: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "HubModel", "load_weights", "read_config", "resolve_file",
-           "upload_directory"]  # fmt: skip
+__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "HubModel", "compile_options", "load_weights", "read_config",
+           "resolve_file", "upload_directory"]  # fmt: skip
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -95,10 +95,9 @@ class HubModel(nn.Module):
     def compile(self, *, mode: str | None = None, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """As ``nn.Module.compile``. Each call then checks that images and model are such as were compiled, but not that
         every function and constant of the code still is: hundreds of checks, which count where images come singly."""
-        if options is None and kwargs.get("backend", "inductor") == "inductor":
-            mode, options = None, torch._inductor.list_mode_options(mode or "default")
-        if mode is None:
-            options = {"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe, **(options or {})}
+        inductor = kwargs.get("backend", "inductor") == "inductor"
+        if mode is None or (inductor and options is None):
+            mode, options = None, compile_options(mode or "default") | (options or {})
         super().compile(mode=mode, options=options, **kwargs)
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None,
@@ -115,6 +114,11 @@ class HubModel(nn.Module):
             commit = upload_directory(directory, repo_id, private=private, token=token, revision=revision,
                                       commit_message=commit_message)  # fmt: skip
         return str(commit)
+
+
+def compile_options(mode: str) -> dict[str, Any]:
+    """What ``torch.compile`` takes for one of its modes, and for no checks of code in each call."""
+    return {"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe, **torch._inductor.list_mode_options(mode)}
 
 
 def upload_directory(directory: str | os.PathLike[str], repo_id: str, *, private: bool | None = None,

@@ -13,7 +13,6 @@ from . import kernels
 __all__ = ["forget", "kept", "normed_taps", "product", "taps", "whole"]
 
 T = TypeVar("T")
-PLAIN = {Tensor, nn.Parameter}  # nothing sharded, and no stand-in of a graph that is recorded
 _KEPT: dict[int, tuple[weakref.ref, dict]] = {}  # by the id of a tensor: torch's mapping of tensors is slow
 
 
@@ -28,7 +27,11 @@ def kept(make: Callable[[], T], name: Hashable, *weights: Tensor) -> T:
     """What is made of ``weights`` (new tensors: else they would hold themselves), kept with the first under a name
     until one of them changes. Not for a gradient, and not while a graph is recorded: that is for the compiler to
     decide. What is written through ``.data`` goes unnoticed until the model is asked to ``forget``."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not PLAIN.issuperset(map(type, weights)):
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or not kernels.base.PLAIN.issuperset(map(type, weights))
+    ):
         return make()
     try:
         state = [(w.data_ptr(), None if w.is_inference() else w._version) for w in weights]

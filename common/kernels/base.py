@@ -17,13 +17,14 @@ except ImportError:  # no Triton: the torch forms do everything
 else:
     AVAILABLE = True
 
-__all__ = ["AVAILABLE", "ENABLED", "INTERPRETED", "launch", "operator", "pieces", "power", "product_dtype",
-           "usable"]  # fmt: skip
+__all__ = ["AVAILABLE", "ENABLED", "INTERPRETED", "PLAIN", "launch", "operator", "pieces", "power",
+           "product_dtype", "usable"]  # fmt: skip
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ENABLED = True  # False: the torch forms everywhere, to compare with
+PLAIN = {Tensor, nn.Parameter}  # tensors with data: nothing sharded, and no stand-in while a graph is recorded
 _COMPILED: dict[tuple, tuple[Any, list]] = {}
 
 
@@ -55,8 +56,8 @@ def operator(name: str) -> Callable[[Launcher], Launcher]:
 
 
 def _real(x: Any) -> bool:
-    """Whether this, if a tensor, is one with data, not what stands for it while a graph is recorded."""
-    return type(x) in (Tensor, nn.Parameter) or not isinstance(x, Tensor)
+    """Whether this, if a tensor, is a plain one."""
+    return type(x) in PLAIN or not isinstance(x, Tensor)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
