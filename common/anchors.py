@@ -32,7 +32,7 @@ from .scoring import (
     wide,
 )
 from .shifts import roll
-from .weights import kept, whole
+from .weights import whole
 
 __all__ = [
     "Anchor",
@@ -82,9 +82,8 @@ class ConvAnchor(Anchor):
         is known already."""
         with self.precision(x, fast):
             x, strided = self.cast(x, fast), Strided.of(conv)
-            weights = [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
             if sketched is None:
-                weight, bias = kept(lambda: self._of_weights(conv, x.dtype), (self.sketch, x.dtype), *weights)
+                weight, bias = self._of_weights(conv, x.dtype)
             else:
                 weight, bias = sketched[0].unflatten(1, conv.weight.shape[1:]).to(x.dtype), sketched[1]
             if fast and kernels.fits_image_phases(x, len(weight), strided.kernel[0], strided.stride[0]):
@@ -97,7 +96,7 @@ class ConvAnchor(Anchor):
             return torch.where(place < sides, place, place - sides)
 
     def sketch_of(self, conv: nn.Conv2d) -> list[Tensor] | None:
-        """What ``kernels.sketched`` takes to make what is scored; None where that is kept, or made otherwise."""
+        """What ``kernels.sketched`` takes to make what is scored; None where it is made otherwise."""
         if not torch.compiler.is_compiling() or conv.bias is None:
             return None
         mixing = self._mixing(conv)
@@ -132,8 +131,7 @@ class ConvAnchor(Anchor):
         half = kernels.product_dtype(x)  # float32 is more than a choice needs
         half = torch.float16 if half == torch.float32 and not kernels.INTERPRETED else half
         x = kernels.packed(x, half)
-        phases = kernels.all_phases
-        weights = kept(lambda: kernels.in_pieces(phases(weight.to(half), stride), x, stride, True), half, weight)
+        weights = kernels.in_pieces(kernels.all_phases(weight.to(half), stride), x, stride, True)
         parts = kernels.image_phases(x, at, weights, bias, self.wave, k + stride - 1, stride, conv.padding[0])
         return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), self.score == "signed", at, x.shape[3])
 
@@ -212,11 +210,7 @@ class MergeAnchor(Anchor):
         """What is scored of tokens like x, of its type, and what ``kernels.merged_product`` takes: of all mergings at
         once, for if a kernel makes it that is one launch. ``made`` is what it makes of ``recipe``, where it is known
         already."""
-        if made is not None:
-            return self._of_weights(x, mergings, made)
-        given = [weight for reduction, norm, _ in mergings for weight in (reduction.weight, *_affine(norm))]
-        how = self.sketch, x.dtype, *(scaled for *_, scaled in mergings)
-        return kept(lambda: self._of_weights(x, mergings), how, *given)
+        return self._of_weights(x, mergings, made)
 
     def recipe(self, x: Tensor, mergings: Sequence[Merging]) -> kernels.Mergings | None:
         """What ``kernels.merging_weights`` takes; None where torch does all."""

@@ -13,7 +13,6 @@ from .anchors import ConvAnchor
 from .canonical import Canonical
 from .hub import HubModel
 from .preprocess import IMAGENET_MEAN, IMAGENET_STD
-from .weights import forget
 
 __all__ = ["Classifier", "PaddingMode", "Stages", "check_images", "check_size", "resolve_padding", "to_pair"]
 
@@ -183,7 +182,6 @@ class Classifier(HubModel):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        forget(self)  # as weights are often written between training and evaluation, through .data too
         for module in self.frozen:  # no batch statistics, no dropout in what is frozen
             module.eval()
         return self

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from . import kernels
 from .anchors import Strided
 from .shifts import convolve, roll
-from .weights import kept
 
 __all__ = ["embed"]
 
@@ -27,8 +26,7 @@ def embed(conv: nn.Conv2d, x: Tensor, offset: Tensor | None = None, norm: nn.Lay
     circular, dtype = conv.padding_mode == "circular", kernels.product_dtype(x)
     if 1 <= k - 2 * p <= s and kernels.fits_image_tokens(x, conv.weight, s, dtype):  # one window per cell
         x = kernels.packed(x, dtype) if k > s else x  # worth it where windows overlap
-        name = "pieces", dtype, kernels.is_packed(x)
-        weights = kept(lambda: kernels.in_pieces(conv.weight.to(dtype), x, s), name, conv.weight)
+        weights = kernels.in_pieces(conv.weight.to(dtype), x, s)
         gain, shift, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         tokens, moments = kernels.image_tokens(x, offset, weights, conv.bias, gain, shift, eps, wave, k, s, p, circular)
         return tokens, None if wave is None else moments
@@ -52,8 +50,7 @@ def _convolve(conv: nn.Conv2d, x: Tensor, offset: Tensor | None, circular: bool)
         start = torch.zeros(len(x), 2, dtype=torch.long, device=x.device) if offset is None else offset
         tokens = tokens.to(kernels.product_dtype(x))
         if kernels.fits_convolved(tokens, conv.weight, s, p):
-            weight = kept(lambda: conv.weight.to(tokens, copy=True).permute(0, 2, 3, 1).contiguous(),
-                          ("channels last", tokens.dtype), conv.weight)  # fmt: skip
+            weight = conv.weight.to(tokens).permute(0, 2, 3, 1).contiguous()
             return kernels.convolved(tokens, start, weight, conv.bias)
         x = kernels.rolled(tokens, start, p).permute(0, 3, 1, 2)
         return F.conv2d(x, conv.weight, conv.bias, conv.stride).permute(0, 2, 3, 1)

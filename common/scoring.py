@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import kernels
 from .shifts import circular_pad
-from .weights import kept, product, whole
+from .weights import product, whole
 
 __all__ = ["Anchor", "Fold", "Ready", "Score", "Strided", "Taps", "best_offset", "phase_scores",
            "token_energy", "wide"]  # fmt: skip
@@ -194,14 +194,11 @@ class Anchor(nn.Module):
         the best phase (B, 2)."""
         tokens, channels, stride, signed = x.permute(0, 2, 3, 1), x.shape[1], conv.stride[0], self.score == "signed"
         colsum, total, square, eps = None, None, None, 0.0
-        more = [] if bias is None else [bias]
-        more += [] if fold is None else fold[:2]  # its two tensors
         once = kernels.fits_token_scores(tokens, len(weight), conv.kernel[0], conv.padding[0])
         if fold is not None and (ready is None or not once):
             fold = fold.whole()
-        taps, constant = kept(
-            lambda: (ready(once) if ready is not None else None) or self._taps(weight, bias, fold, x.dtype, once),
-            (x.dtype, once, ready is not None), weight, *more)  # fmt: skip
+        made = None if ready is None else ready(once)
+        taps, constant = made or self._taps(weight, bias, fold, x.dtype, once)
         if fold is not None:
             total, square, _ = self.moments(tokens)
             colsum, eps = fold.sums.float(), fold.eps

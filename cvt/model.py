@@ -36,7 +36,7 @@ from common.kernels import (
 from common.registry import defaults, register_model
 from common.residual import add_norm, norm_ahead, normed, written
 from common.shifts import roll
-from common.weights import kept, normed_taps, taps, whole
+from common.weights import normed_taps, taps, whole
 
 ANCHORS = ("token", "projection")
 
@@ -76,8 +76,7 @@ class KeyValueAnchor(Anchor):
         """``normed`` is ``norm`` of x, where it is known already."""
         with self.precision(x, fast):
             x = self.normed(x, norm, normed, fast).permute(0, 3, 1, 2)
-            kernel = kept(lambda: self.depthwise_rows(whole(key.weight), whole(value.weight)).to(x.dtype),
-                          (self.sketch, x.dtype), key.weight, value.weight)  # fmt: skip
+            kernel = self.depthwise_rows(whole(key.weight), whole(value.weight)).to(x.dtype)
             ready = self._ready(key.weight, value.weight, x.dtype)
             return self.choose(x, kernel, Strided.of(key), fast=fast, ready=ready)
 

@@ -52,7 +52,7 @@ from common.positions import circular_rows, linear_rows
 from common.registry import defaults, register_model
 from common.residual import add_norm, normed, written
 from common.shifts import roll
-from common.weights import kept, product, taps, whole
+from common.weights import product, taps, whole
 
 ANCHORS = ("token", "pool")
 
@@ -175,8 +175,8 @@ class PoolingAttention(nn.Module):
         order of ``places``, times sqrt(d), which the attention divides by."""
         (rows, columns), scale = (self.rel_pos_h, self.rel_pos_w), q.shape[-1] ** 0.5
         dtype = q.dtype if (one_pass := fits_positioned(q)) else rows.dtype
-        by_row = kept(lambda: in_eights(rows[self.rows] * scale, 1).to(dtype), ("rows", dtype), rows)
-        by_column = kept(lambda: in_eights(columns[self.columns] * scale, 1).to(dtype), ("columns", dtype), columns)
+        by_row = in_eights(rows[self.rows] * scale, 1).to(dtype)
+        by_column = in_eights(columns[self.columns] * scale, 1).to(dtype)
         if one_pass:
             return positioned(q, by_row, by_column)
         grid = q.unflatten(2, (len(self.rows), len(self.columns)))  # B, heads, H, W, d
@@ -264,9 +264,7 @@ class PoolAnchor(Anchor):
             x = self.normed(x, block.norm1, normed, fast).permute(0, 3, 1, 2)
             scores = []
             for stride in strides:
-                weights = attn.qkv.weight, attn.qkv.bias, *(pool.weight for pool in pools)
-                name = self.sketch, stride, x.dtype
-                kernel, bias = kept(lambda: self._of_weights(attn, stride, x.dtype), name, *weights)  # noqa: B023
+                kernel, bias = self._of_weights(attn, stride, x.dtype)
                 ready = self._ready(attn, stride, x.dtype) if known is None else lambda _: known
                 how = kernel, Strided.of(pools[1])._replace(stride=stride), bias, None, fast, ready
                 if strides == [(block.modulus, block.modulus)]:

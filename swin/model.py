@@ -18,7 +18,6 @@ from common.activation import GELU
 from common.anchors import MergeAnchor, MergeWeights, Merging, Score
 from common.registry import defaults, register_model
 from common.residual import add_norm
-from common.weights import kept
 from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches, reduction_dtype
 from common.windows import attend_in_windows, in_whole_windows, relative_position_index
 
@@ -42,7 +41,7 @@ class WindowAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None, origin: Tensor | None) -> Tensor:
-        bias = kept(self.window_bias, "bias", self.relative_position_bias_table)
+        bias = self.window_bias()
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         dropout = self.attn_drop if self.training else 0.0
         x = attend_in_windows(qkv, bias, None, self.window, shift, mask, origin, dropout=dropout)

@@ -19,9 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from common.activation import GELU
 from common.anchors import MergeAnchor, MergeWeights, Merging, Score
-from common.kernels import product_dtype
 from common.registry import defaults, register_model
-from common.weights import kept
 from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches, reduction_dtype
 from common.windows import attend_in_windows, in_whole_windows, relative_position_index
 
@@ -68,7 +66,7 @@ class WindowAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, shift: tuple[int, int], mask: Tensor | None, origin: Tensor | None) -> Tensor:
-        bias = kept(self.window_bias, product_dtype(x), *self.cpb_mlp.parameters())
+        bias = self.window_bias()
         qkv_bias = None
         if self.q_bias is not None and self.v_bias is not None:
             qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])

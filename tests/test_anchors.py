@@ -1,19 +1,14 @@
 """Anchors in float64: whatever they choose, the tokens they return are the same tokens, at the place they say."""
 
-import gc
-import weakref
-
 import pytest
 import torch
-from conftest import ALL_PHASES, awkward_images, randomize
+from conftest import ALL_PHASES, awkward_images
 from torch import Tensor, nn
 
 from common.anchors import ConvAnchor, MergeAnchor, Score, WindowAnchor, best_offset, phase_scores, token_energy
 from common.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
-from common.registry import create_model, list_models
 from common.shifts import roll
 from common.upsample import unpool
-from common.weights import forget, kept
 from common.windowed import merge_patches
 
 SHIFTS = [*ALL_PHASES, (9, -7), (-30, 41), (56, 28)]
@@ -208,57 +203,3 @@ def test_the_helper_fails_what_is_not_equivariant() -> None:
         shift_error(lambda x: (x, torch.zeros(2, 2, dtype=torch.long)), image((28, 28)), (1, 0), anchored(2))
     with pytest.raises(ValueError, match="no shift"):
         assert_shift_equivariant(conv, image((28, 28)), [])
-
-
-@torch.no_grad()
-def test_what_is_kept_follows_the_weights() -> None:
-    """Weights that change in place, are loaded or moved to another type are prepared anew, others not again; what is
-    written past autograd is seen once the model goes from training to evaluation. A gradient finds nothing kept."""
-    module, made = nn.Linear(3, 1), []
-    weight = module.weight
-
-    def make() -> Tensor:
-        made.append(1)
-        return weight * 2
-
-    def twice(times: int) -> Tensor:
-        result = kept(make, "twice", weight)
-        assert len(made) == times
-        return result
-
-    assert torch.equal(twice(1), twice(1))
-    weight.add_(1)
-    assert torch.equal(twice(2), 2 * weight)
-    weight.data = weight.data.double()
-    assert twice(3).dtype == torch.float64
-    kept(make, "again", weight)
-    weight.data.add_(1)
-    twice(4)
-    forget(module)
-    assert torch.equal(twice(5), 2 * weight)
-    with torch.enable_grad():
-        assert kept(make, "twice", weight).requires_grad
-
-
-@pytest.mark.parametrize("name", list_models("*_micro", exclude_filters="upernet_*"))
-@pytest.mark.parametrize("sketch", [0, 4])
-def test_nothing_kept_holds_a_model(name: str, sketch: int) -> None:
-    """What is prepared goes with the weights it was made of; and a model with other weights chooses by those."""
-    model = randomize(create_model(name, sketch=sketch)).eval()
-    other = randomize(create_model(name, sketch=sketch), seed=1).eval()
-    x = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        model(x)
-        expected = other(x)
-        model.load_state_dict(other.state_dict())
-        assert torch.equal(model(x), expected)
-        for parameter in model.parameters():
-            parameter.data.mul_(0.5)  # as some averages of weights are written
-        model.eval()
-        for parameter in other.parameters():
-            parameter.mul_(0.5)
-        assert torch.equal(model(x), other(x))
-    alive = [weakref.ref(parameter) for parameter in model.parameters()]
-    del model
-    gc.collect()
-    assert not any(reference() is not None for reference in alive)

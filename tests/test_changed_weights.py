@@ -1,0 +1,145 @@
+"""Whatever changes weights, and however quietly, the next output is that of the new weights: nothing made of weights
+may outlive them. Users would lose silently: outputs of an old model from a new one."""
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import randomize
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from common.registry import create_model, list_models
+
+MICRO = list_models("a_*_micro", exclude_filters="upernet_*")
+FUSED: list[type[torch.optim.Optimizer]] = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+
+
+def step(optimizer: Callable[..., torch.optim.Optimizer], **options: bool) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(3)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer(model.parameters(), lr=0.1, **options).step()
+
+    return change
+
+
+def average(model: nn.Module) -> None:
+    """Store, copy, restore, as averages of weights do for an evaluation; what is left is the average."""
+    ema = ModelEmaV3(randomize(copy.deepcopy(model), seed=5), decay=0.5)
+    ema.update(model)
+    for parameter, other in zip(model.parameters(), ema.module.parameters(), strict=True):
+        parameter.data.copy_(other.data)
+
+
+def from_vector(model: nn.Module) -> None:
+    """The base is restored in between, so that addresses of weights are used again."""
+    base = parameters_to_vector(model.parameters()).detach().clone()
+    vector_to_parameters(base * 1.5, model.parameters())
+    model(torch.zeros(2, 3, 32, 32))
+    vector_to_parameters(base, model.parameters())
+    model(torch.zeros(2, 3, 32, 32))
+    vector_to_parameters(base * 0.5, model.parameters())
+
+
+def assign(model: nn.Module) -> None:
+    other = randomize(copy.deepcopy(model), seed=6)
+    model.load_state_dict(other.state_dict(), assign=True)
+
+
+def swap(model: nn.Module) -> None:
+    other = randomize(copy.deepcopy(model), seed=7)
+    for parameter, new in zip(model.parameters(), other.parameters(), strict=True):
+        torch.utils.swap_tensors(parameter, new)
+
+
+def in_a_thread(model: nn.Module) -> None:
+    thread = threading.Thread(target=scale_data, args=(model,))
+    thread.start()
+    thread.join()
+
+
+def scale_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def scale_detached(model: nn.Module) -> None:
+    """As ``dist.broadcast(p.detach())`` writes."""
+    for parameter in model.parameters():
+        parameter.detach().mul_(0.5)
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    **{f"fused {kind.__name__}": step(kind, fused=True) for kind in FUSED},
+    **{f"foreach {kind.__name__}": step(kind, foreach=True) for kind in (torch.optim.AdamW, torch.optim.RMSprop)},
+    "plain AdamW": step(torch.optim.AdamW, foreach=False),
+    ".data": scale_data,
+    "a thread": in_a_thread,
+    "detached": scale_detached,
+    "average": average,
+    "vector_to_parameters": from_vector,
+    "assign": assign,
+    "swap_tensors": swap,
+    "bfloat16 and back": lambda model: model.bfloat16().float(),
+}
+
+
+@pytest.mark.parametrize("name", MICRO)
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_outputs_follow_the_weights(name: str, training: bool) -> None:
+    x = torch.randn(2, 3, 32, 32)
+    for kind, change in CHANGES.items():
+        model = randomize(create_model(name)).train(training)
+        state = copy.deepcopy(model.state_dict())  # statistics of norms move with every call in training
+        with torch.no_grad():
+            before = model(x)
+            model.load_state_dict(state)
+            change(model)
+            fresh = create_model(name).train(training)
+            fresh = fresh.bfloat16().float() if kind == "bfloat16 and back" else fresh  # tables are rounded, too
+            fresh.load_state_dict(model.state_dict())
+            expected, after = fresh(x), model(x)
+        assert torch.equal(after, expected), kind
+        assert not torch.equal(after, before), kind
+
+
+@pytest.mark.parametrize("name", MICRO)
+def test_models_built_in_inference_mode_follow_what_is_loaded(name: str) -> None:
+    x, other = torch.randn(2, 3, 32, 32), randomize(create_model(name)).eval().requires_grad_(False)
+    with torch.inference_mode():
+        model = create_model(name).eval().requires_grad_(False)  # torch convolves otherwise for a gradient
+        model(x)
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("name", MICRO)
+@torch.no_grad()
+def test_a_functional_call_and_a_copy_have_weights_of_their_own(name: str) -> None:
+    x, model, other = torch.randn(2, 3, 32, 32), randomize(create_model(name)).eval(), create_model(name).eval()
+    model.requires_grad_(False), other.requires_grad_(False)  # torch convolves otherwise for a gradient
+    model(x)
+    assert torch.equal(torch.func.functional_call(model, dict(other.state_dict()), (x,)), other(x))
+    twin = copy.deepcopy(model)
+    scale_data(model)
+    randomize(other)
+    assert torch.equal(twin(x), other(x))
+
+
+@pytest.mark.parametrize("name", MICRO)
+def test_a_compiled_model_follows_the_weights(name: str) -> None:
+    """Traced once, without a compiler behind: weights are inputs of the graph, never part of it."""
+    model = randomize(create_model(name)).eval()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x: Tensor = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        compiled(x)
+        scale_data(model)
+        fresh = create_model(name).eval()
+        fresh.load_state_dict(model.state_dict())
+        assert torch.allclose(compiled(x), fresh(x), atol=1e-5, rtol=1e-4)
