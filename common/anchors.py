@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
+from .canonical import Canonical
 from .scoring import (
     Anchor,
     Fold,
@@ -29,7 +30,6 @@ from .scoring import (
     best_offset,
     phase_scores,
     token_energy,
-    wide,
 )
 from .shifts import roll
 from .weights import whole
@@ -60,6 +60,10 @@ class ConvAnchor(Anchor):
     Shapes: x (B, C, H, W) -> rolled x, offsets (B, 2) in [0, stride).
     """
 
+    def __init__(self, *, score: Score = "signed", sketch: int = 0) -> None:
+        super().__init__(score=score, sketch=sketch)
+        self.canonical = Canonical()
+
     def forward(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> tuple[Tensor, Tensor]:
         offset = self.offset(x, conv, fast)
         return roll(x, offset, within=True), offset
@@ -67,6 +71,8 @@ class ConvAnchor(Anchor):
     def packing(self, x: Tensor, conv: nn.Conv2d) -> torch.dtype | None:
         """The type in which an image is to be ``packed``, once for ``offset`` and in inference for the convolution too;
         None to leave it as it is."""
+        if not self.of_layer:
+            return None
         (k, _), (s, _), _ = Strided.of(conv)
         rows, half = min(self.sketch or len(conv.weight), len(conv.weight)), kernels.product_dtype(x)
         fits = kernels.fits_image_phases(x, rows, k, s)
@@ -80,6 +86,8 @@ class ConvAnchor(Anchor):
         """The best phase of x or, with ``at`` (B, 2) in [0, side), where the best phase of x rolled there begins in x:
         ``at`` and that phase, on the torus. ``sketched`` is what ``kernels.sketched`` makes of ``sketch_of``, where it
         is known already."""
+        if not self.of_layer:
+            return self._of_pixels(x, Strided.of(conv).stride, fast, at)
         with self.precision(x, fast):
             x, strided = self.cast(x, fast), Strided.of(conv)
             if sketched is None:
@@ -91,9 +99,20 @@ class ConvAnchor(Anchor):
             ready = self._ready(conv, x.dtype)
             if at is None:
                 return self.choose(x, weight, strided, bias, fast=fast, ready=ready)
-            place = at + self.choose(roll(x, at, within=True), weight, strided, bias, fast=fast, ready=ready)
-            sides = torch.stack([torch.full_like(at[:, 0], side) for side in x.shape[2:]], 1)
-            return torch.where(place < sides, place, place - sides)
+            return self._beyond(at, self.choose(roll(x, at, within=True), weight, strided, bias, fast=fast,
+                                                ready=ready), x)  # fmt: skip
+
+    def _of_pixels(self, x: Tensor, stride: tuple[int, int], fast: bool, at: Tensor | None) -> Tensor:
+        if self.score == "canonical" and at is not None:
+            place = at if fast else self.canonical.offset(x)
+            return place if fast else torch.stack([place[:, i] % s for i, s in enumerate(stride)], 1)
+        x = x if at is None else roll(x, at, within=True)
+        offset = self.of_tokens(x.permute(0, 2, 3, 1), stride, fast)
+        return offset if at is None else self._beyond(at, offset, x)
+
+    def _beyond(self, at: Tensor, offset: Tensor, x: Tensor) -> Tensor:
+        sides = torch.stack([torch.full_like(at[:, 0], side) for side in x.shape[2:]], 1)
+        return torch.where(at + offset < sides, at + offset, at + offset - sides)
 
     def sketch_of(self, conv: nn.Conv2d) -> list[Tensor] | None:
         """What ``kernels.sketched`` takes to make what is scored; None where it is made otherwise."""
@@ -192,6 +211,8 @@ class MergeAnchor(Anchor):
     def offset(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None, fast: bool = False,
                weights: MergeWeights | None = None) -> Tensor:  # fmt: skip
         """``weights`` are those of ``weights``, where they are known already."""
+        if not self.of_layer:
+            return self.of_tokens(x, (2, 2), fast)
         with self.precision(x, fast):
             x = self.cast(x, fast)
             weights = weights or self.weights(x, [Merging(reduction, norm)])[0]
@@ -272,14 +293,6 @@ class WindowAnchor(Anchor):
     Shapes: x (B, H, W, C) -> rolled x, offsets (B, 2) in [0, window).
     """
 
-    taps: Tensor
-
-    def __init__(self, *, score: Score = "signed") -> None:
-        super().__init__(score=score)
-        place = torch.arange(4096, dtype=torch.float64)
-        uneven = 0.1 * torch.sin(2 + 7.31 * place) if score == "signed" else torch.zeros_like(place)
-        self.register_buffer("taps", (1 + uneven).float(), persistent=False)
-
     def forward(self, x: Tensor, window: tuple[int, int], fast: bool = False) -> tuple[Tensor, Tensor]:
         offset = self.offset(x, window, fast)
         return roll(x, offset, (1, 2), within=True), offset
@@ -292,31 +305,11 @@ class WindowAnchor(Anchor):
     def beside(self, x: Tensor, window: tuple[int, int], fast: bool, moments: Tensor | None,
                mergings: kernels.Mergings | None) -> tuple[Tensor, list[tuple[Tensor, ...]] | None]:  # fmt: skip
         """``offset``; and what ``kernels.merging_weights`` makes of mergings, if that is done in the same launch."""
-        with self.precision(x, fast=False):  # a sum of squares: nothing to gain from less than float32
-            fast = fast and x.dtype != torch.float64
-            given = self.moments(x) if moments is None or not fast else moments.unbind(1)
-            _, square, toward = (t if fast else wide(t) for t in given)  # B, H, W each
-            gain = 0.1 * (2.0 / x.shape[-1]) ** 0.5 if self.score == "signed" else 0.0
-            single = (x.shape[1] == window[0], x.shape[2] == window[1])
-            if fast and kernels.fits_window_scores(square, window):
-                counted = square, toward if gain else square, self.taps, list(window), gain
-                if mergings is not None and kernels.fits_beside(square, window, mergings):
-                    return kernels.best_window_beside(*counted, mergings)
-                return kernels.best_window(*counted), None
-            strength = square.sqrt() + gain * toward if gain else square.sqrt()
-            if all(single):
-                return best_offset(strength), None
-            rows, columns = (self._window_mean(n, w, strength) for n, w in zip(x.shape[1:3], window, strict=True))
-            energy = (rows @ strength @ columns.T).square()  # v^2 of the window that starts at each token
-            if not any(single):
-                return best_offset(phase_scores(energy, window)), None
-            # one axis alone is a single window: its strongest line, and the best partition of the other axis
-            by_row = strength.sum(2) if single[0] else energy.sum(2).view(x.shape[0], -1, window[0]).sum(1)
-            by_column = strength.sum(1) if single[1] else energy.sum(1).view(x.shape[0], -1, window[1]).sum(1)
-            return torch.stack([by_row.argmax(1), by_column.argmax(1)], 1), None
-
-    def _window_mean(self, n: int, window: int, like: Tensor) -> Tensor:
-        """(n, n) matrix that takes the mean, slightly uneven for ``signed``, of ``window`` places from each on."""
-        place = torch.arange(n, device=like.device)
-        ahead = (place - place[:, None]) % n
-        return torch.where(ahead < window, self.taps[ahead.clamp(max=window - 1)].to(like) / window, 0)
+        square = x[..., 0].float() if moments is None else moments[:, 1]  # its shape alone matters
+        if mergings is None or not fast or not kernels.fits_beside(square, window, mergings):
+            return self.partition(x, window, fast, moments), None
+        with self.precision(x, fast=False):
+            _, square, toward = self.moments(x) if moments is None else moments.unbind(1)
+            gain = self.gain(x)
+            return kernels.best_window_beside(square, toward if gain else square, self.window_weights, list(window), gain,
+                                              mergings)  # fmt: skip

@@ -5,9 +5,9 @@ before it, which is folded into its weights. Kernels do most of it where they ca
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,16 @@ from . import kernels
 from .shifts import circular_pad
 from .weights import product, whole
 
-__all__ = ["Anchor", "Fold", "Ready", "Score", "Strided", "Taps", "best_offset", "phase_scores",
+__all__ = ["Anchor", "Fold", "Ready", "Score", "Strided", "Taps", "best_offset", "observed_scores", "phase_scores",
            "token_energy", "wide"]  # fmt: skip
 
-Score = Literal["signed", "energy"]
-"""How a token counts: ``energy`` is the paper's squared norm; ``signed`` adds a little of one fixed direction, because
-energy cannot tell t from -t."""
+Score = Literal["signed", "energy", "fixed", "random", "canonical"]
+"""What an anchor looks at. ``energy`` and ``signed`` score the output of the layer behind it: ``energy`` by the paper's
+squared norm, ``signed`` with a little of one fixed direction, because energy cannot tell t from -t. The others need
+nothing of that layer: ``fixed`` scores the mean strength of what comes in, patch by patch, as windows are scored;
+``random`` the energy of four fixed random filters of a patch; ``canonical`` takes the phase of an image from its
+canonical place, and is ``fixed`` elsewhere."""
+OF_LAYERS = "signed", "energy"
 
 
 def phase_scores(energy: Tensor, stride: tuple[int, int]) -> Tensor:
@@ -34,8 +38,25 @@ def phase_scores(energy: Tensor, stride: tuple[int, int]) -> Tensor:
     return wide(energy).view(batch, height // sh, sh, width // sw, sw).sum((1, 3))
 
 
+_OBSERVED: list[Tensor] | None = None
+
+
+@contextmanager
+def observed_scores() -> Iterator[list[Tensor]]:
+    """Every table of scores (B, s_h, s_w) that an anchor chooses by in this context, in turn; kernels are off."""
+    global _OBSERVED
+    before, enabled = _OBSERVED, kernels.base.ENABLED
+    _OBSERVED, kernels.base.ENABLED = [], False
+    try:
+        yield _OBSERVED
+    finally:
+        _OBSERVED, kernels.base.ENABLED = before, enabled
+
+
 def best_offset(scores: Tensor) -> Tensor:
     """(B, s_h, s_w) scores -> (B, 2) offsets of the maximum."""
+    if _OBSERVED is not None:
+        _OBSERVED.append(scores)
     best = scores.flatten(1).argmax(1)
     return torch.stack([best // scores.shape[2], best % scores.shape[2]], 1)
 
@@ -98,16 +119,24 @@ class Anchor(nn.Module):
 
     wave: Tensor
     directions: Tensor
+    window_weights: Tensor
+    filters: Tensor
 
     def __init__(self, *, score: Score = "signed", sketch: int = 0) -> None:
         super().__init__()
-        if score not in ("signed", "energy"):
-            raise ValueError(f"unknown score {score!r}: choose 'signed' or 'energy'")
+        if score not in get_args(Score):
+            raise ValueError(f"unknown score {score!r}: choose one of {get_args(Score)}")
         self.score: Score = score
-        self.sketch = sketch
+        self.sketch = sketch if score in OF_LAYERS else 0
+        place = torch.arange(4096, dtype=torch.float64)
+        uneven = torch.zeros_like(place) if score == "energy" else 0.1 * torch.sin(2 + 7.31 * place)
+        self.register_buffer("window_weights", (1 + uneven).float(), persistent=False)
         wave = _direction(4096, torch.ones(1, dtype=torch.float64)) * (4096 / 2) ** 0.5
         self.register_buffer("wave", wave.float(), persistent=False)  # kept: a sine per token and channel would be slow
-        if sketch:
+        if score == "random":
+            generator = torch.Generator().manual_seed(2024)
+            self.register_buffer("filters", torch.randn(4, 4096, 64, generator=generator), persistent=False)
+        if self.sketch:
             generator = torch.Generator().manual_seed(2024)
             self.register_buffer("directions", torch.randn(sketch, 4096, generator=generator), persistent=False)
 
@@ -146,6 +175,54 @@ class Anchor(nn.Module):
             return kernels.token_moments(x, self.wave).unbind(1)
         x = x if x.dtype == torch.float64 else x.float()
         return x.sum(-1), x.square().sum(-1), (x * self.wave[: x.shape[-1]].to(x)).sum(-1)
+
+    @property
+    def of_layer(self) -> bool:
+        """Whether the weights of the layer behind the anchor are scored."""
+        return self.score in OF_LAYERS
+
+    @torch.no_grad()
+    def of_tokens(self, x: Tensor, stride: tuple[int, int], fast: bool = False) -> Tensor:
+        """The best phase of tokens (B, H, W, C) by what they are, whatever layer comes behind: offsets (B, 2)."""
+        if self.score != "random":
+            return self.partition(x, stride, fast)
+        filters = self.filters[:, : x.shape[3], : stride[0] * stride[1]]
+        with self.precision(x, fast=False):
+            x = self.cast(x, fast=False).permute(0, 3, 1, 2)
+            t = at_every_position(x, filters.unflatten(2, stride).to(x), Strided(stride, stride, (0, 0)))
+            return best_offset(phase_scores(token_energy(t, "signed", 1), stride))
+
+    def partition(self, x: Tensor, window: tuple[int, int], fast: bool, moments: Tensor | None = None) -> Tensor:
+        """Offsets (B, 2) of the best partition of tokens (B, H, W, C) into windows: see ``WindowAnchor``."""
+        with self.precision(x, fast=False):  # a sum of squares: nothing to gain from less than float32
+            fast = fast and x.dtype != torch.float64
+            given = self.moments(x) if moments is None or not fast else moments.unbind(1)
+            _, square, toward = (t if fast else wide(t) for t in given)  # B, H, W each
+            gain = self.gain(x)
+            single = (x.shape[1] == window[0], x.shape[2] == window[1])
+            if fast and kernels.fits_window_scores(square, window):
+                return kernels.best_window(square, toward if gain else square, self.window_weights, list(window), gain)
+            strength = square.sqrt() + gain * toward if gain else square.sqrt()
+            if all(single):
+                return best_offset(strength)
+            rows, columns = (self._window_mean(n, w, strength) for n, w in zip(x.shape[1:3], window, strict=True))
+            energy = (rows @ strength @ columns.T).square()  # v^2 of the window that starts at each token
+            if not any(single):
+                return best_offset(phase_scores(energy, window))
+            # one axis alone is a single window: its strongest line, and the best partition of the other axis
+            by_row = strength.sum(2) if single[0] else energy.sum(2).view(x.shape[0], -1, window[0]).sum(1)
+            by_column = strength.sum(1) if single[1] else energy.sum(1).view(x.shape[0], -1, window[1]).sum(1)
+            return torch.stack([by_row.argmax(1), by_column.argmax(1)], 1)
+
+    def gain(self, x: Tensor) -> float:
+        """How much of the fixed direction counts beside a token's norm."""
+        return 0.0 if self.score == "energy" else 0.1 * (2.0 / x.shape[-1]) ** 0.5
+
+    def _window_mean(self, n: int, window: int, like: Tensor) -> Tensor:
+        """(n, n) matrix that takes the mean, slightly uneven but for ``energy``, of ``window`` places from each on."""
+        place = torch.arange(n, device=like.device)
+        ahead = (place - place[:, None]) % n
+        return torch.where(ahead < window, self.window_weights[ahead.clamp(max=window - 1)].to(like) / window, 0)
 
     def precision(self, x: Tensor, fast: bool) -> AbstractContextManager[Any]:
         return nullcontext() if fast else torch.autocast(x.device.type, enabled=False)

@@ -74,6 +74,8 @@ class KeyValueAnchor(Anchor):
     def offset(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d, fast: bool = False,
                normed: Tensor | None = None) -> Tensor:  # fmt: skip
         """``normed`` is ``norm`` of x, where it is known already."""
+        if not self.of_layer:
+            return self.of_tokens(x, Strided.of(key).stride, fast)
         with self.precision(x, fast):
             x = self.normed(x, norm, normed, fast).permute(0, 3, 1, 2)
             kernel = self.depthwise_rows(whole(key.weight), whole(value.weight)).to(x.dtype)
@@ -355,6 +357,14 @@ def cvt_micro(**kwargs: Any) -> CvT:
     """For laptops and tests: 32 px, 8 x 8 tokens."""
     return CvT(**defaults(kwargs, img_size=32, num_classes=10, embed_dims=(32, 64, 128), depths=(1, 1, 2),
                           num_heads=(1, 2, 4), mlp_ratio=2.0, drop_path_rate=0.0))  # fmt: skip
+
+
+@register_model
+def cvt_mini(**kwargs: Any) -> CvT:
+    """For CIFAR at its own 32 px: 16 x 16 tokens, 2.9 M parameters."""
+    return CvT(**defaults(kwargs, img_size=32, num_classes=10, patch_sizes=(3, 3, 3), patch_strides=(2, 2, 2),
+                          patch_paddings=(1, 1, 1), embed_dims=(64, 128, 256), depths=(2, 4, 2), num_heads=(1, 2, 4),
+                          drop_path_rate=0.1))  # fmt: skip
 
 
 @register_model

@@ -258,6 +258,8 @@ class PoolAnchor(Anchor):
     def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False, normed: Tensor | None = None,
                known: Taps | None = None) -> Tensor:  # fmt: skip
         """``normed`` is ``norm1`` of x, and ``known`` what ``taps`` makes of the block, if that is done already."""
+        if not self.of_layer:
+            return self.of_tokens(x, (block.modulus, block.modulus), fast)
         attn, strides = block.attn, self.strides(block)
         pools = (attn.pool_q, attn.pool_k, attn.pool_v)
         with self.precision(x, fast):
@@ -289,7 +291,7 @@ class PoolAnchor(Anchor):
         """What is scored of these blocks, in one launch: in a compiled graph, where nothing is kept. ``normed`` are the
         first's tokens. Nothing if kernels do not take them all, or one pools by several strides."""
         strides, channels = [self.strides(block) for block in blocks], [block.attn.qkv.in_features for block in blocks]
-        one = all(len(each) == 1 for each in strides) and torch.compiler.is_compiling()
+        one = self.of_layer and all(len(each) == 1 for each in strides) and torch.compiler.is_compiling()
         once = all(fits_token_scores(normed, self.sketch, 3, 1, n) for n in channels)
         of = [(block.attn, each[0]) for block, each in zip(blocks, strides, strict=True)]
         return self._made(of, normed.dtype, True) if one and once else []
@@ -444,6 +446,13 @@ def mvitv2_micro(**kwargs: Any) -> MViTv2:
     """For laptops and tests: 32 px, 8 x 8 tokens, the stem, strides and anchors of the tiny model."""
     return MViTv2(**defaults(kwargs, img_size=32, num_classes=10, embed_dim=32, depths=(1, 2, 2), stride_q=(1, 2, 2),
                              mlp_ratio=2.0, drop_path_rate=0.0))  # fmt: skip
+
+
+@register_model
+def mvitv2_mini(**kwargs: Any) -> MViTv2:
+    """For CIFAR at its own 32 px: 16 x 16 tokens, 2.7 M parameters."""
+    return MViTv2(**defaults(kwargs, img_size=32, patch_kernel=3, patch_stride=2, num_classes=10, embed_dim=64,
+                             depths=(2, 4, 2), stride_q=(1, 2, 2), drop_path_rate=0.1))  # fmt: skip
 
 
 @register_model
