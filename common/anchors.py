@@ -310,6 +310,6 @@ class WindowAnchor(Anchor):
             return self.partition(x, window, fast, moments), None
         with self.precision(x, fast=False):
             _, square, toward = self.moments(x) if moments is None else moments.unbind(1)
-            gain = self.gain(x)
-            return kernels.best_window_beside(square, toward if gain else square, self.window_weights, list(window), gain,
+            gain, window_weights = self.gain(x), self.window_weights
+            return kernels.best_window_beside(square, toward if gain else square, window_weights, list(window), gain,
                                               mergings)  # fmt: skip

@@ -122,7 +122,7 @@ def canonical_off(model: Any) -> Iterator[None]:
 
 
 def gaps(tables: list[Tensor], precision: str) -> dict[str, float]:
-    """How far the best score is above the second, relative to it: median, and the smallest hundredth, of all anchors."""
+    """How far the best score is above the second, relative to it, over all anchors: median and lowest hundredth."""
     if not tables:
         return {}
     tops = torch.cat([table.double().flatten(1).topk(2).values for table in tables])
@@ -151,20 +151,20 @@ def work(queue: Any, args: argparse.Namespace, until: float) -> None:
     """A worker: run after run until none is left or time is up. A run that fails says so, and the next begins."""
     torch.set_num_threads(1)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    with (args.output_dir / f"worker-{os.getpid()}.log").open("w", buffering=1) as log:
-        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            while time.time() < until:
+    log = (args.output_dir / f"worker-{os.getpid()}.log").open("w", buffering=1)
+    with log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        while time.time() < until:
+            try:
+                family, variant, seeds = queue.get_nowait()
+            except Exception:  # nothing left
+                return
+            for seed in seeds:
                 try:
-                    family, variant, seeds = queue.get_nowait()
-                except Exception:  # nothing left
-                    return
-                for seed in seeds:
-                    try:
-                        if time.time() < until:
-                            run(family, variant, seed, args)
-                    except Exception:
-                        traceback.print_exc()
-                torch.compiler.reset()
+                    if time.time() < until:
+                        run(family, variant, seed, args)
+                except Exception:
+                    traceback.print_exc()
+            torch.compiler.reset()
 
 
 def summary(directory: Path) -> list[dict[str, Any]]:
