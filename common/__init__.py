@@ -1,6 +1,6 @@
 """Shared parts of the truly shift-equivariant vision transformers."""
 
-from .adaptation import adapt
-from .registry import create_model, from_pretrained, list_models, register_model
+from .models.adaptation import adapt
+from .models.registry import create_model, from_pretrained, list_models, register_model
 
 __all__ = ["adapt", "create_model", "from_pretrained", "list_models", "register_model"]

@@ -9,7 +9,7 @@ weights with ``"gelu"``: build the model for the numbers to be reproduced.
 
 import re
 
-from common.convert import State, main
+from common.publishing.convert import State, main
 
 __all__ = ["from_original", "from_transformers", "to_original", "to_transformers"]
 

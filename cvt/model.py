@@ -20,10 +20,8 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.activation import GELU
-from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided
-from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
-from common.embedding import embed
+from common.anchors.modules import Anchor, ConvAnchor, Ready, Score, Strided
+from common.anchors.weights import normed_taps, taps, whole
 from common.kernels import (
     depthwise,
     depthwise_norm,
@@ -33,10 +31,12 @@ from common.kernels import (
     product_dtype,
     usable,
 )
-from common.registry import defaults, register_model
-from common.residual import add_norm, norm_ahead, normed, written
+from common.models.activation import GELU
+from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
+from common.models.embedding import embed
+from common.models.registry import defaults, register_model
+from common.models.residual import add_norm, norm_ahead, normed, written
 from common.shifts import roll
-from common.weights import normed_taps, taps, whole
 
 ANCHORS = ("token", "projection")
 

@@ -6,7 +6,7 @@ warm-up, learning rate 2.5e-4 per GPU of 256 images), drop path 0.1 at the end o
 
 from dataclasses import replace
 
-from common.recipe import Recipe
+from common.training.recipe import Recipe
 
 DIGITS = Recipe(model="a_cvt_micro", data="digits", epochs=50, batch_size=64, lr=2e-3, lr_batch=64, warmup_epochs=5,
                 warmup_lr=1e-5, min_lr=1e-5, label_smoothing=0.1, mean=(0.0, 0.0, 0.0), std=(0.35, 0.35, 0.35),

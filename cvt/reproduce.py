@@ -1,6 +1,6 @@
 """CvT's rows of the paper: ``python cvt/reproduce.py [--scale full|short|smoke] ...``"""
 
-from common.reproduce import main
+from common.training.reproduce import main
 from cvt.recipes import RECIPES
 
 if __name__ == "__main__":

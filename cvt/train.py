@@ -1,6 +1,6 @@
 """Train CvT: ``accelerate launch cvt/train.py [--recipe NAME] [--model NAME] [--data NAME_OR_DIR] ...``"""
 
-from common.engine import main
+from common.training.engine import main
 from cvt.recipes import RECIPES
 
 if __name__ == "__main__":

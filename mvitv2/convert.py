@@ -7,7 +7,7 @@ import bisect
 import re
 from typing import Any
 
-from common.convert import State, main
+from common.publishing.convert import State, main
 
 __all__ = ["from_original", "from_timm", "timm_config", "to_original", "to_timm"]
 

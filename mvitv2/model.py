@@ -15,7 +15,7 @@ anchored modulo s/2 where queries have stride 2. With stride of queries x keys, 
     stage 3, 28 x 28 tokens, 2 x 1: modulo 2 before its first block (queries)
     stage 4, 14 x 14 tokens, 2 x 1: modulo 2 before its first block (queries)
 
-Attention is global, so what is left is to measure relative positions around the torus (A-RPE, ``common.positions``).
+Attention is global, so what is left is to measure relative positions around the torus (A-RPE, ``circular_rows``).
 """
 
 import math
@@ -30,10 +30,8 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.activation import GELU
-from common.anchors import Anchor, ConvAnchor, Ready, Score, Strided, Taps, best_offset
-from common.classifier import Classifier, PaddingMode, Stages, resolve_padding
-from common.embedding import embed
+from common.anchors.modules import Anchor, ConvAnchor, Ready, Score, Strided, Taps, best_offset
+from common.anchors.weights import product, taps, whole
 from common.kernels import (
     Pooled,
     depthwise,
@@ -48,11 +46,13 @@ from common.kernels import (
     positioned,
     usable,
 )
-from common.positions import circular_rows, linear_rows
-from common.registry import defaults, register_model
-from common.residual import add_norm, normed, written
+from common.models.activation import GELU
+from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
+from common.models.embedding import embed
+from common.models.positions import circular_rows, linear_rows
+from common.models.registry import defaults, register_model
+from common.models.residual import add_norm, normed, written
 from common.shifts import roll
-from common.weights import product, taps, whole
 
 ANCHORS = ("token", "pool")
 

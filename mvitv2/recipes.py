@@ -6,7 +6,7 @@ of warm-up, learning rate 2.5e-4 x batch / 256), drop path 0.1 for tiny.
 
 from dataclasses import replace
 
-from common.recipe import Recipe
+from common.training.recipe import Recipe
 
 DIGITS = Recipe(model="a_mvitv2_micro", data="digits", epochs=40, batch_size=64, lr=2e-3, lr_batch=64, warmup_epochs=5,
                 warmup_lr=1e-5, min_lr=1e-5, label_smoothing=0.1, mean=(0.0, 0.0, 0.0), std=(0.35, 0.35, 0.35),

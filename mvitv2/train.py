@@ -1,6 +1,6 @@
 """Train MViTv2: ``accelerate launch mvitv2/train.py [--recipe NAME] [--model NAME] [--data NAME_OR_DIR] ...``"""
 
-from common.engine import main
+from common.training.engine import main
 from mvitv2.recipes import RECIPES
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ from torch import Tensor
 
 import swin
 from common import from_pretrained
-from common.classifier import Classifier
-from common.data import load_digits_data
-from common.hub import resolve_file
-from common.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.sources import decode_image
+from common.data.splits import load_digits_data
+from common.models.classifier import Classifier
+from common.models.hub import resolve_file
 from common.shifts import circular_shift, roll
-from common.sources import decode_image
 
 CHECKPOINTS = Path(swin.__file__).parent / "checkpoints"
 SCALE = 1.5  # the error that is drawn brightest: two unrelated tokens of typical size lie 1.4 apart

@@ -7,7 +7,7 @@ python scripts/benchmark.py --preset modules --models swin_micro a_swin_micro --
 Presets: ``throughput``, ``modules`` and ``memory`` are the paper's tables throughput_inference, runtime_modules and
 supp_memory; ``scaling`` is the time per pixel at one, two and four times the side, images per batch fewer accordingly;
 ``speed`` is adaptive against default and against the best of timm and transformers. Flags override a preset's setting,
-``--models`` its models. Options of a contender follow its name: see ``common.benchmark``.
+``--models`` its models. Options of a contender follow its name: see ``common.evaluation.benchmark``.
 """
 
 import argparse
@@ -21,8 +21,17 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from common.benchmark import COMPILE_MODES, MODES, PRECISIONS, Setting, benchmark, benchmark_modules, build, environment
-from common.tables import format_table, write_json
+from common.evaluation.benchmark import (
+    COMPILE_MODES,
+    MODES,
+    PRECISIONS,
+    Setting,
+    benchmark,
+    benchmark_modules,
+    build,
+    environment,
+)
+from common.evaluation.tables import format_table, write_json
 
 FAMILIES = {  # default, adaptive, peers
     "swin": ("swin_tiny", "a_swin_tiny", "timm:swin_tiny_patch4_window7_224",

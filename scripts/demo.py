@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from common import from_pretrained
-from common.data import load_data
-from common.evaluation import evaluate
-from common.metrics import c_cons, predict
-from common.preprocess import Preprocess
-from common.tables import format_table, write_json
+from common.data.preprocess import Preprocess
+from common.data.sources import load_data
+from common.evaluation.evaluate import evaluate
+from common.evaluation.metrics import c_cons, predict
+from common.evaluation.tables import format_table, write_json
 from swin.recipes import RECIPES
 
 NAMES = ("swin_micro", "a_swin_micro")

@@ -16,11 +16,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from common import create_model, from_pretrained, list_models
-from common.data import load_data
-from common.hub import HubModel, resolve_file
-from common.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.sources import load_data
+from common.evaluation.tables import format_table, write_json
+from common.models.hub import HubModel, resolve_file
 from common.shifts import random_shifts, roll
-from common.tables import format_table, write_json
 from segmentation import UperNet
 from segmentation.data import load_scenes
 from segmentation.preprocess import ScenePreprocess

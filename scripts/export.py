@@ -18,11 +18,11 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 
 from common import create_model, from_pretrained, list_models
-from common.data import load_digits_data
-from common.export import FORMATS, Normalised, check_exported, export_model, load_exported
-from common.hub import HubModel, read_config, resolve_file
-from common.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME, Preprocess
-from common.tables import format_table, write_json
+from common.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME, Preprocess
+from common.data.splits import load_digits_data
+from common.evaluation.tables import format_table, write_json
+from common.models.hub import HubModel, read_config, resolve_file
+from common.publishing.export import FORMATS, Normalised, check_exported, export_model, load_exported
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from common import from_pretrained
-from common.classifier import Classifier
-from common.hub import resolve_file
-from common.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.sources import decode_image
+from common.evaluation.tables import format_table, write_json
+from common.models.classifier import Classifier
+from common.models.hub import resolve_file
 from common.shifts import circular_shift, standard_shift
-from common.sources import decode_image
-from common.tables import format_table, write_json
 
 MAX_BYTES = 2**28  # of an image file
 BATCH = 32  # images that a model sees at once

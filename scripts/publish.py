@@ -27,7 +27,14 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from common import create_model, from_pretrained
-from common.cards import (
+from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.sources import load_data
+from common.data.splits import Arrays, Encoded
+from common.evaluation.equivariance import assert_shift_equivariant, dense, invariant
+from common.evaluation.evaluate import evaluate
+from common.evaluation.tables import format_table, write_json
+from common.models.hub import WEIGHTS_NAME, resolve_file, upload_directory
+from common.publishing.cards import (
     CARD_NAME,
     FILES,
     RESULTS_NAME,
@@ -38,12 +45,6 @@ from common.cards import (
     public_results,
     read_results,
 )
-from common.data import Arrays, Encoded, load_data
-from common.equivariance import assert_shift_equivariant, dense, invariant
-from common.evaluation import evaluate
-from common.hub import WEIGHTS_NAME, resolve_file, upload_directory
-from common.preprocess import PREPROCESSOR_NAME, Preprocess
-from common.tables import format_table, write_json
 from segmentation import UperNet
 from segmentation.data import load_scenes
 from segmentation.evaluation import evaluate as evaluate_scenes

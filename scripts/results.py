@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.recipe import BaseRecipe
-from common.tables import format_table
+from common.evaluation.tables import format_table
+from common.training.recipe import BaseRecipe
 from cvt import recipes as cvt
 from mvitv2 import recipes as mvitv2
 from segmentation import recipes as segmentation

@@ -26,12 +26,13 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from common.data import Split, load_data
-from common.engine import train
-from common.recipe import Recipe, RunOptions
-from common.scoring import observed_scores
-from common.tables import format_table, write_json
-from common.task import Classification
+from common.anchors.scoring import observed_scores
+from common.data.sources import load_data
+from common.data.splits import Split
+from common.evaluation.tables import format_table, write_json
+from common.training.engine import train
+from common.training.recipe import Recipe, RunOptions
+from common.training.task import Classification
 
 FAMILIES = ("swin", "swinv2", "cvt", "mvitv2")
 SCORES: dict[str, dict[str, Any]] = {

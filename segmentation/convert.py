@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 import swin.convert
 import swinv2.convert
-from common.convert import State
-from common.hub import check_state
-from common.registry import create_model
+from common.models.hub import check_state
+from common.models.registry import create_model
+from common.publishing.convert import State
 
 __all__ = ["from_transformers", "to_transformers"]
 

@@ -19,10 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from common.data import Arrays, Split, load_digits_data
-from common.metrics import IGNORE_INDEX
-from common.seeding import hashed_uniform
-from common.sources import (
+from common.data.sources import (
     EVALUATION_SPLITS,
     IMAGE_COLUMNS,
     IMAGE_SUFFIXES,
@@ -31,6 +28,9 @@ from common.sources import (
     import_datasets,
     open_image,
 )
+from common.data.splits import Arrays, Split, load_digits_data
+from common.evaluation.metrics import IGNORE_INDEX
+from common.seeding import hashed_uniform
 
 from .preprocess import ScenePreprocess, resize_image
 

@@ -16,18 +16,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from common.hub import resolve_file
-from common.metrics import (
+from common.data.preprocess import PREPROCESSOR_NAME
+from common.evaluation.metrics import (
     circular_pixel_agreement,
     confusion_matrix,
     mean_iou,
     standard_pixel_agreement,
     worst_pixel_agreement,
 )
-from common.preprocess import PREPROCESSOR_NAME
-from common.registry import create_model, from_pretrained, list_models
+from common.evaluation.tables import format_table, write_json
+from common.models.hub import resolve_file
+from common.models.registry import create_model, from_pretrained, list_models
 from common.shifts import random_shifts
-from common.tables import format_table, write_json
 
 from .data import PixelSplit, Scenes, load_scenes
 from .inference import pictures, slide

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.metrics import predict_pixels
+from common.evaluation.metrics import predict_pixels
 from common.shifts import circular_shift, standard_shift
 
 from .preprocess import ScenePreprocess

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.classifier import Classifier, PaddingMode, resolve_padding, to_pair
-from common.hub import HubModel, check_state
-from common.registry import create_model, defaults, from_pretrained, list_models, register_model
+from common.models.classifier import Classifier, PaddingMode, resolve_padding, to_pair
+from common.models.hub import HubModel, check_state
+from common.models.registry import create_model, defaults, from_pretrained, list_models, register_model
+from common.models.upsample import unpool, upsample
 from common.shifts import roll
-from common.upsample import unpool, upsample
 from swin import Swin
 
 Upsampling = Literal["bilinear", "unpool"]

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.hub import read_config
-from common.metrics import IGNORE_INDEX
-from common.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME
+from common.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME
+from common.evaluation.metrics import IGNORE_INDEX
+from common.models.hub import read_config
 from common.seeding import hashed_uniform
 
 __all__ = ["ScenePreprocess", "distort_colours", "resize_image", "resize_labels"]

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from common.reproduce import main
+from common.training.reproduce import main
 from segmentation.recipes import RECIPES
 from segmentation.task import Segmentation, SegmentationRecipe
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.data import check_rows
-from common.hub import WEIGHTS_NAME, load_weights, resolve_file
-from common.metrics import IGNORE_INDEX
-from common.recipe import BaseRecipe, RunOptions
-from common.registry import create_model
-from common.task import Task
+from common.data.splits import check_rows
+from common.evaluation.metrics import IGNORE_INDEX
+from common.models.hub import WEIGHTS_NAME, load_weights, resolve_file
+from common.models.registry import create_model
+from common.training.recipe import BaseRecipe, RunOptions
+from common.training.task import Task
 
 from .data import PixelSplit, load_scenes
 from .evaluation import evaluate

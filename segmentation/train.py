@@ -1,6 +1,6 @@
 """Train UperNet: ``accelerate launch segmentation/train.py [--recipe NAME] [--model NAME] [--data NAME_OR_DIR] ...``"""
 
-from common.engine import main
+from common.training.engine import main
 from segmentation.recipes import RECIPES
 from segmentation.task import Segmentation
 

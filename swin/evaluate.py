@@ -1,6 +1,6 @@
 """Evaluate Swin: ``python swin/evaluate.py --model DIR_OR_REPO_OR_NAME --data NAME_OR_DIR ...``"""
 
-from common.evaluation import main
+from common.evaluation.evaluate import main
 
 if __name__ == "__main__":
     main(__doc__ or "")

@@ -14,12 +14,12 @@ import torch
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_
 from torch import Tensor, nn
 
-from common.activation import GELU
-from common.anchors import MergeAnchor, MergeWeights, Merging, Score
-from common.registry import defaults, register_model
-from common.residual import add_norm
-from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches, reduction_dtype
-from common.windows import attend_in_windows, in_whole_windows, relative_position_index
+from common.anchors.modules import MergeAnchor, MergeWeights, Merging, Score
+from common.models.activation import GELU
+from common.models.registry import defaults, register_model
+from common.models.residual import add_norm
+from common.models.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches, reduction_dtype
+from common.models.windows import attend_in_windows, in_whole_windows, relative_position_index
 
 
 class WindowAttention(nn.Module):

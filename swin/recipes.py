@@ -6,7 +6,7 @@ Optimizer and schedule are the original's (AdamW, weight decay 0.05, betas 0.9/0
 
 from dataclasses import replace
 
-from common.recipe import Recipe
+from common.training.recipe import Recipe
 
 DIGITS = Recipe(model="a_swin_micro", data="digits", epochs=75, batch_size=64, lr=2e-3, lr_batch=64, warmup_epochs=6,
                 warmup_lr=1e-5, min_lr=1e-5, label_smoothing=0.1, mean=(0.0, 0.0, 0.0), std=(0.35, 0.35, 0.35),

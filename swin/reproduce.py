@@ -1,6 +1,6 @@
 """Swin's rows of the paper: ``python swin/reproduce.py [--scale full|short|smoke] ...``"""
 
-from common.reproduce import main
+from common.training.reproduce import main
 from swin.recipes import RECIPES
 
 if __name__ == "__main__":

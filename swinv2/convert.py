@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.convert import State, from_timm, main, move_merging, rename, to_timm, windowed_config
+from common.publishing.convert import State, from_timm, main, move_merging, rename, to_timm, windowed_config
 
 __all__ = ["from_timm", "from_transformers", "timm_config", "to_timm", "to_transformers"]
 

@@ -17,11 +17,11 @@ from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from common.activation import GELU
-from common.anchors import MergeAnchor, MergeWeights, Merging, Score
-from common.registry import defaults, register_model
-from common.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches, reduction_dtype
-from common.windows import attend_in_windows, in_whole_windows, relative_position_index
+from common.anchors.modules import MergeAnchor, MergeWeights, Merging, Score
+from common.models.activation import GELU
+from common.models.registry import defaults, register_model
+from common.models.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches, reduction_dtype
+from common.models.windows import attend_in_windows, in_whole_windows, relative_position_index
 
 
 def log_spaced_positions(window: tuple[int, int], pretrained_window: int) -> Tensor:

@@ -1,6 +1,6 @@
 """SwinV2's rows of the paper: ``python swinv2/reproduce.py [--scale full|short|smoke] ...``"""
 
-from common.reproduce import main
+from common.training.reproduce import main
 from swinv2.recipes import RECIPES
 
 if __name__ == "__main__":

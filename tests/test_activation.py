@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from conftest import interpreted
 
 from common import kernels
-from common.activation import GELU
 from common.kernels.activation import LIMIT, logistic_gelu
+from common.models.activation import GELU
 
 
 def test_as_near_as_it_says() -> None:

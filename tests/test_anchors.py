@@ -5,11 +5,11 @@ import torch
 from conftest import ALL_PHASES, awkward_images
 from torch import Tensor, nn
 
-from common.anchors import ConvAnchor, MergeAnchor, Score, WindowAnchor, best_offset, phase_scores, token_energy
-from common.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
+from common.anchors.modules import ConvAnchor, MergeAnchor, Score, WindowAnchor, best_offset, phase_scores, token_energy
+from common.evaluation.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
+from common.models.upsample import unpool
+from common.models.windowed import merge_patches
 from common.shifts import roll
-from common.upsample import unpool
-from common.windowed import merge_patches
 
 SHIFTS = [*ALL_PHASES, (9, -7), (-30, 41), (56, 28)]
 SIZES = [(28, 28), (28, 56)]

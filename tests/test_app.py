@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from common import from_pretrained
-from common.preprocess import Preprocess
+from common.data.preprocess import Preprocess
 from common.shifts import roll
 from swin import Swin
 

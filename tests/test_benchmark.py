@@ -12,7 +12,17 @@ import timm
 import torch
 
 from common import create_model, list_models
-from common.benchmark import Contender, Setting, benchmark, benchmark_modules, build, compare, module_calls, parse, race
+from common.evaluation.benchmark import (
+    Contender,
+    Setting,
+    benchmark,
+    benchmark_modules,
+    build,
+    compare,
+    module_calls,
+    parse,
+    race,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "benchmark.py"))

@@ -6,7 +6,7 @@ from conftest import awkward_images, interpreted, launches
 from torch import Tensor
 
 from common import kernels
-from common.canonical import Canonical, read, residue
+from common.anchors.canonical import Canonical, read, residue
 from common.shifts import roll
 
 SIZES = [(7, 7), (12, 12), (16, 16), (9, 20)]

@@ -12,7 +12,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from common.registry import create_model, list_models
+from common.models.registry import create_model, list_models
 
 MICRO = list_models("a_*_micro", exclude_filters="upernet_*")
 FUSED: list[type[torch.optim.Optimizer]] = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]

@@ -8,12 +8,11 @@ from conftest import DATA
 from torch import Tensor
 
 from common import from_pretrained
-from common.data import load_data
-from common.evaluation import load_for_evaluation
-from common.metrics import c_cons, top1
-from common.preprocess import Preprocess
+from common.data.preprocess import Preprocess
+from common.data.sources import load_data, load_split
+from common.evaluation.evaluate import load_for_evaluation
+from common.evaluation.metrics import c_cons, top1
 from common.shifts import random_shifts, roll
-from common.sources import load_split
 
 ROOT = Path(__file__).resolve().parents[1]
 ADAPTIVE = sorted(ROOT.glob("*/checkpoints/a_*"))

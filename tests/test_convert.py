@@ -15,7 +15,7 @@ import cvt.convert
 import mvitv2.convert
 import swin.convert
 from common import create_model, from_pretrained
-from common.convert import read_weights
+from common.publishing.convert import read_weights
 
 
 def test_mvitv2_of_the_authors() -> None:

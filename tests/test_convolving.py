@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from conftest import assert_same_logits_by_kernels, both, interpreted, launches, randomize
 from torch import Tensor, nn
 
-from common.embedding import embed
 from common.kernels import convolved, fits_convolved
-from common.registry import create_model
+from common.models.embedding import embed
+from common.models.registry import create_model
 from common.shifts import circular_pad, roll
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from conftest import assert_same_logits_by_kernels, interpreted, launches, randomize
 from torch import Tensor, nn
 
+from common.anchors.weights import normed_taps, taps
 from common.kernels import (
     depthwise,
     depthwise_norm,
@@ -23,9 +24,8 @@ from common.kernels import (
     pooled_maximum,
     positioned,
 )
-from common.registry import create_model
+from common.models.registry import create_model
 from common.shifts import _CircularPad, convolve, roll
-from common.weights import normed_taps, taps
 from mvitv2.model import PoolingAttention, circular_max
 
 

@@ -13,7 +13,7 @@ import yaml
 from conftest import ROOT
 from test_finetuning import write_tree
 
-from common.recipe import parse_command_line
+from common.training.recipe import parse_command_line
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
 SHORT = {"swin": ["--limit", "48", "--batch_size", "16", "--epochs", "1", "--report_to", "none", "--metrics", "top1"],

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 
 from common import adapt, create_model, list_models
-from common.equivariance import assert_shift_equivariant, shift_error
+from common.evaluation.equivariance import assert_shift_equivariant, shift_error
 
 SHIFTS = ((1, 0), (0, 3), (17, 5), (-31, 40))
 MICRO = list_models("a_*_micro")

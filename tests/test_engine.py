@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from common import from_pretrained
-from common.data import EpochSampler
-from common.engine import _schedule
-from common.recipe import Recipe, parse_command_line
+from common.data.splits import EpochSampler
+from common.training.engine import _schedule
+from common.training.recipe import Recipe, parse_command_line
 from swin.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,9 +13,9 @@ from conftest import ROOT, randomize
 from torch import Tensor, nn
 
 from common import create_model, from_pretrained
-from common.data import load_digits_data
-from common.export import Normalised, check_exported, export_model, load_exported
-from common.preprocess import Preprocess
+from common.data.preprocess import Preprocess
+from common.data.splits import load_digits_data
+from common.publishing.export import Normalised, check_exported, export_model, load_exported
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "export.py"))
 SMALL: dict[str, dict[str, Any]] = {  # every kind of layer and anchor, fewer of them: tracing takes seconds a stage

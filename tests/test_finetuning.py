@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from test_sources import write_hub_parquet
 
 from common import create_model
-from common.engine import _parameters, train
-from common.evaluation import main as evaluate
-from common.recipe import BaseRecipe, parse_command_line
+from common.evaluation.evaluate import main as evaluate
+from common.training.engine import _parameters, train
+from common.training.recipe import BaseRecipe, parse_command_line
 from swin.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,8 +19,8 @@ from conftest import randomize
 from safetensors.torch import load_file, save_file
 
 from common import create_model, from_pretrained
-from common.evaluation import load_for_evaluation
-from common.hub import load_weights
+from common.evaluation.evaluate import load_for_evaluation
+from common.models.hub import load_weights
 from segmentation.evaluation import load_for_evaluation as load_segmenter
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common import kernels
-from common.anchors import MergeAnchor, Merging, WindowAnchor
-from common.registry import create_model
-from common.windowed import merge_patches, reduce_patches
+from common.anchors.modules import MergeAnchor, Merging, WindowAnchor
+from common.models.registry import create_model
+from common.models.windowed import merge_patches, reduce_patches
 
 merging = sys.modules["common.kernels.merging"]
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.data import Arrays, load_data
-from common.evaluation import evaluate
-from common.metrics import c_cons, s_cons, top1
-from common.preprocess import Preprocess, check_finite
+from common.data.preprocess import Preprocess, check_finite
+from common.data.sources import load_data
+from common.data.splits import Arrays
+from common.evaluation.evaluate import evaluate
+from common.evaluation.metrics import c_cons, s_cons, top1
 
 
 def by_brightest_column(x: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from conftest import ALL_PHASES, LARGE_SHIFTS, awkward_images, randomize
 from torch import Tensor
 
 from common import create_model, kernels, list_models
-from common.classifier import Classifier
-from common.equivariance import anchored, assert_shift_equivariant, shift_error
+from common.evaluation.equivariance import anchored, assert_shift_equivariant, shift_error
+from common.models.classifier import Classifier
 from common.shifts import roll
 
 MICRO = list_models("*_micro", exclude_filters="upernet_*")

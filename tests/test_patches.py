@@ -9,8 +9,8 @@ from conftest import both, interpreted, launches, randomize
 from torch import Tensor, nn
 
 from common import create_model, kernels
-from common.anchors import ConvAnchor, WindowAnchor
-from common.embedding import embed
+from common.anchors.modules import ConvAnchor, WindowAnchor
+from common.models.embedding import embed
 from common.shifts import roll
 
 

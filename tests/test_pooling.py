@@ -10,7 +10,7 @@ from conftest import interpreted, launches, randomize
 from torch import Tensor, nn
 
 from common import kernels
-from common.registry import create_model
+from common.models.registry import create_model
 from common.shifts import roll
 from mvitv2.model import MViTv2Block, PoolAnchor
 

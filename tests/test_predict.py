@@ -11,9 +11,9 @@ from conftest import ROOT
 from PIL import Image
 
 from common import from_pretrained
-from common.data import load_digits_data
-from common.hub import resolve_file
-from common.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.splits import load_digits_data
+from common.models.hub import resolve_file
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "predict.py"))
 DEFAULT, ADAPTIVE = (str(ROOT / "swin/checkpoints" / name) for name in ("swin_micro", "a_swin_micro"))

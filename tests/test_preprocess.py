@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from common.preprocess import Mixing, Preprocess, RandomOperations
+from common.data.preprocess import Mixing, Preprocess, RandomOperations
 from common.seeding import seeded
 
 

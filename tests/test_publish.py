@@ -21,10 +21,12 @@ from hub_server import TOKEN, HubServer, Repository
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
 
-from common import cards, create_model
-from common.data import Encoded, load_data
-from common.recipe import parse_command_line
-from common.registry import PACKAGES
+from common import create_model
+from common.data.sources import load_data
+from common.data.splits import Encoded
+from common.models.registry import PACKAGES
+from common.publishing import cards
+from common.training.recipe import parse_command_line
 from segmentation.data import EncodedScenes, Labelling
 
 ROOT = Path(__file__).resolve().parents[1]

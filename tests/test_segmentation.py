@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common import create_model, from_pretrained, list_models
-from common.equivariance import assert_shift_equivariant, dense, shift_error
-from common.metrics import confusion_matrix, mascc, massc, mean_iou, miou
+from common.evaluation.equivariance import assert_shift_equivariant, dense, shift_error
+from common.evaluation.metrics import confusion_matrix, mascc, massc, mean_iou, miou
 from common.shifts import random_shifts, roll, standard_shift
 from segmentation import UperNet, convert
 from segmentation.data import ADE20K, CAMVID, EncodedScenes, Labelling, Scenes, from_dataset, load_scenes, load_split

@@ -19,10 +19,10 @@ from test_segmentation import scene, write_parquet
 from torch import Tensor
 
 from common import create_model
-from common.engine import _parameters, train
-from common.metrics import confusion_matrix, mascc, massc, mean_iou, miou
-from common.recipe import BaseRecipe, parse_command_line
-from common.reproduce import main as reproduce
+from common.evaluation.metrics import confusion_matrix, mascc, massc, mean_iou, miou
+from common.training.engine import _parameters, train
+from common.training.recipe import BaseRecipe, parse_command_line
+from common.training.reproduce import main as reproduce
 from segmentation import UperNet
 from segmentation.data import EncodedScenes, load_scenes
 from segmentation.evaluation import evaluate, load_for_evaluation

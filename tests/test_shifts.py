@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from common.models.upsample import unpool, upsample
 from common.seeding import hashed_uniform
 from common.shifts import circular_pad, circular_shift, random_shifts, roll, shift_and_crop, standard_shift
-from common.upsample import unpool, upsample
 
 OFFSETS = torch.tensor([[1, 2], [-3, 50], [0, 0], [63, -1]])
 

@@ -13,10 +13,10 @@ from conftest import DATA
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from common.data import Encoded, check_rows, load_data
-from common.preprocess import Preprocess
-from common.sources import KNOWN, decode_image, from_dataset
-from common.streaming import load_stream
+from common.data.preprocess import Preprocess
+from common.data.sources import KNOWN, decode_image, from_dataset
+from common.data.splits import Encoded, check_rows, load_data
+from common.data.streaming import load_stream
 
 
 def encode(seed: int, size: tuple[int, int] = (8, 8), kind: str = "PNG") -> bytes:

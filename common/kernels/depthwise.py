@@ -47,7 +47,7 @@ def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Te
 def depthwise_norm(x: Tensor, lead: Tensor, weights: Tensor, stride: int, circular: bool,
                    origin: Tensor | None = None) -> Tensor:  # fmt: skip
     """Tokens ``lead`` (B, m, C), and behind them, row by row, what a convolution as in ``depthwise`` and a norm make of
-    x; n times, by ``weights`` (n, 10, C) of ``common.weights.normed_taps``
+    x; n times, by ``weights`` (n, 10, C) of ``common.anchors.weights.normed_taps``
     -> (n, B, m + H/stride W/stride, C). In one pass; for inference, where ``fits_depthwise_norm`` holds."""
     x = x.to(product_dtype(x))
     return depthwise_norm_kernel(x, lead.to(x.dtype), weights, origin, stride, circular)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from .preprocess import IMAGENET_MEAN, IMAGENET_STD
+from ..data.preprocess import IMAGENET_MEAN, IMAGENET_STD
 
 __all__ = ["BaseRecipe", "Recipe", "RunOptions", "parse_command_line"]
 

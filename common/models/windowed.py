@@ -9,12 +9,12 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from . import kernels
-from .anchors import ConvAnchor, MergeAnchor, MergeWeights, Merging, WindowAnchor
+from .. import kernels
+from ..anchors.modules import ConvAnchor, MergeAnchor, MergeWeights, Merging, WindowAnchor
+from ..shifts import roll
 from .classifier import Classifier, Stages, to_pair
 from .embedding import embed
 from .residual import written
-from .shifts import roll
 from .windows import shifted_window_mask, window_shift
 
 __all__ = ["ANCHORS", "PatchEmbed", "WindowedClassifier", "merge_patches", "reduce_patches", "reduction_dtype"]

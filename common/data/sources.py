@@ -24,10 +24,10 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from .data import Arrays, Encoded, Split, check_rows
+from .splits import Arrays, Encoded, Split, check_rows, load_digits_data
 
 __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "decode_image",
-           "find_column", "load_folder", "load_hub", "load_split", "open_image"]  # fmt: skip
+           "find_column", "load_data", "load_folder", "load_hub", "load_split", "open_image"]  # fmt: skip
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -42,6 +42,14 @@ KNOWN = {
     "ILSVRC/imagenet-1k": (1_281_167, 50_000, 1000),
 }
 """Images to train, images to evaluate and classes of the paper's data sets."""
+
+
+def load_data(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
+    """Train and test split by name: ``digits``, a folder, or a Hub id."""
+    if name == "digits":
+        return load_digits_data()
+    is_hub_id = name.count("/") == 1 and not Path(name).exists() and not name.startswith((".", "/", "~"))
+    return load_hub(name, skip_broken) if is_hub_id else load_folder(Path(name), skip_broken)
 
 
 def load_folder(folder: Path, skip_broken: bool = False) -> tuple[Split, Split]:

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .hub import check_state
-from .registry import create_model
+from ..models.hub import check_state
+from ..models.registry import create_model
 
 __all__ = [
     "BUFFERS",

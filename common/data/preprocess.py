@@ -18,9 +18,9 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.data.mixup import Mixup
 from torch import Tensor
 
-from .hub import read_config
-from .seeding import derive_seed, hashed_uniform, seeded
-from .shifts import circular_shift
+from ..models.hub import read_config
+from ..seeding import derive_seed, hashed_uniform, seeded
+from ..shifts import circular_shift
 
 __all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "PREPROCESSOR_NAME", "Mixing", "Preprocess", "RandomOperations",
            "check_finite"]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import kernels
+from .. import kernels
 
 __all__ = ["normed_taps", "product", "taps", "whole"]
 

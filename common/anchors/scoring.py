@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import kernels
-from .shifts import circular_pad
+from .. import kernels
+from ..shifts import circular_pad
 from .weights import product, whole
 
 __all__ = ["Anchor", "Fold", "Ready", "Score", "Strided", "Taps", "best_offset", "observed_scores", "phase_scores",

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import kernels
+from .. import kernels
 
 __all__ = ["GELU"]
 

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import kernels
-from .anchors import Strided
-from .shifts import convolve, roll
+from .. import kernels
+from ..anchors.modules import Strided
+from ..shifts import convolve, roll
 
 __all__ = ["embed"]
 

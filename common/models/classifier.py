@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any, Literal, Self
 
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .anchors import ConvAnchor
-from .canonical import Canonical
+from ..anchors.canonical import Canonical
+from ..anchors.modules import ConvAnchor
 from .hub import HubModel
-from .preprocess import IMAGENET_MEAN, IMAGENET_STD
 
 __all__ = ["Classifier", "PaddingMode", "Stages", "check_images", "check_size", "resolve_padding", "to_pair"]
 
@@ -204,7 +204,8 @@ class Classifier(HubModel):
             first = next(name for name, module in self.named_modules() if isinstance(module, nn.Conv2d))
             self.timm_settings = {
                 "architecture": self.model_type, "input_size": (self.in_chans, *self.img_size), "pool_size": None,
-                "fixed_input_size": True, "num_classes": self.num_classes, "mean": IMAGENET_MEAN, "std": IMAGENET_STD,
+                "fixed_input_size": True, "num_classes": self.num_classes, "mean": IMAGENET_DEFAULT_MEAN,
+                "std": IMAGENET_DEFAULT_STD,
                 "crop_pct": 0.875, "interpolation": "bicubic", "first_conv": first, "classifier": "head.fc",
             }  # fmt: skip
         return self.timm_settings

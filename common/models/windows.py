@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import kernels
-from .shifts import roll
+from .. import kernels
+from ..shifts import roll
 
 __all__ = [
     "attend",

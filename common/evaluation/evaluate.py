@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from .data import Arrays, Split, load_data
-from .hub import resolve_file
+from ..data.preprocess import PREPROCESSOR_NAME, Preprocess, check_finite
+from ..data.sources import load_data
+from ..data.splits import Arrays, Split
+from ..models.hub import resolve_file
+from ..models.registry import create_model, from_pretrained, list_models
 from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
-from .preprocess import PREPROCESSOR_NAME, Preprocess, check_finite
-from .registry import create_model, from_pretrained, list_models
 from .tables import format_table, write_json
 
 __all__ = ["METRICS", "evaluate", "main"]

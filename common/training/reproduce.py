@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..data.sources import KNOWN
+from ..evaluation.tables import format_table, write_json
 from .engine import train
 from .recipe import BaseRecipe, Recipe, RunOptions
-from .sources import KNOWN
-from .tables import format_table, write_json
 from .task import Classification, Task
 
 __all__ = ["main", "rescale"]

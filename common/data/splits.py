@@ -1,4 +1,4 @@
-"""Splits of data by name: the embedded digits here; folders and Hub datasets in ``common.sources``.
+"""Splits of data by name: the embedded digits here; folders and Hub datasets in ``sources``.
 
 A split either lies in memory as one uint8 array (``Arrays``: small images, on the device where there is one; what
 travels through the loader is indices), or stays encoded and is decoded by the loader's workers (``Encoded``: large
@@ -7,7 +7,6 @@ images). Either way ``fetch`` turns a batch of the loader into (images, labels, 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -18,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from .preprocess import Preprocess, RandomOperations
-from .seeding import derive_seed
+from ..seeding import derive_seed
 
-__all__ = ["Arrays", "Encoded", "EpochSampler", "Split", "check_rows", "load_data", "load_digits_data"]
+__all__ = ["Arrays", "Encoded", "EpochSampler", "Split", "check_rows", "load_digits_data"]
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -205,16 +204,6 @@ def load_digits_data(size: int = 32, margin: int = 4) -> tuple[Arrays, Arrays]:
     names = tuple(str(digit) for digit in digits.target_names)
     test, train = order[:360], order[360:]
     return Arrays(images[train], labels[train], names), Arrays(images[test], labels[test], names)
-
-
-def load_data(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
-    """Train and test split by name: ``digits``, a folder, or a Hub id (see ``common.sources``)."""
-    if name == "digits":
-        return load_digits_data()
-    from .sources import load_folder, load_hub
-
-    is_hub_id = name.count("/") == 1 and not Path(name).exists() and not name.startswith((".", "/", "~"))
-    return load_hub(name, skip_broken) if is_hub_id else load_folder(Path(name), skip_broken)
 
 
 def check_rows(name: str, found: tuple[int, int, int], expected: tuple[int, int, int]) -> None:

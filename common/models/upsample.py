@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from .shifts import circular_pad
+from ..shifts import circular_pad
 
 __all__ = ["unpool", "upsample"]
 

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import kernels
+from .. import kernels
+from ..shifts import roll
 from .canonical import Canonical
 from .scoring import (
     Anchor,
@@ -31,7 +32,6 @@ from .scoring import (
     phase_scores,
     token_energy,
 )
-from .shifts import roll
 from .weights import whole
 
 __all__ = [

@@ -15,16 +15,16 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from .hub import CONFIG_NAME, WEIGHTS_NAME, HubModel
-from .preprocess import PREPROCESSOR_NAME
-from .recipe import BaseRecipe
-from .registry import PACKAGES, from_pretrained
-from .tables import format_table
+from ..data.preprocess import PREPROCESSOR_NAME
+from ..evaluation.tables import format_table
+from ..models.hub import CONFIG_NAME, WEIGHTS_NAME, HubModel
+from ..models.registry import PACKAGES, from_pretrained
+from ..training.recipe import BaseRecipe
 
 __all__ = ["CARD_NAME", "FILES", "RESULTS_NAME", "command", "digests", "entry", "manifest", "model_card",
            "public_results", "read_results"]  # fmt: skip
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CARD_NAME = "README.md"
 RESULTS_NAME = "results.json"
 FILES = (CONFIG_NAME, WEIGHTS_NAME, PREPROCESSOR_NAME)
@@ -232,7 +232,7 @@ def card_data(model: HubModel, results: Mapping[str, Any]) -> ModelCardData:
 def snippet(model: Any, source: str, data: str) -> str:
     """Python that loads the model, classifies images and moves them; it runs as it is."""
     dense = model.model_type == "upernet"
-    module, kind = ("segmentation.preprocess", "ScenePreprocess") if dense else ("common.preprocess", "Preprocess")
+    module, kind = ("segmentation.preprocess", "ScenePreprocess") if dense else ("common.data", "Preprocess")
     load, where = ("load_scenes", "segmentation.data") if dense else ("load_data", "common.data")
     names = f"PREPROCESSOR_NAME, {kind}" if not dense else "PREPROCESSOR_NAME"
     imports = ["from common import from_pretrained", "from common.hub import resolve_file"]

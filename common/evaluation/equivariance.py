@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .shifts import roll
+from ..shifts import roll
 
 __all__ = ["TOLERANCE", "anchored", "assert_shift_equivariant", "dense", "invariant", "shift_error"]
 

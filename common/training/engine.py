@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+from ..data.splits import Arrays, EpochSampler
+from ..data.streaming import Stream
+from ..evaluation.plots import plot_curves
+from ..evaluation.tables import format_table, write_json
+from ..models.hub import HubModel
 from .checkpoints import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
-from .data import Arrays, EpochSampler
-from .hub import HubModel
-from .plots import plot_curves
 from .recipe import BaseRecipe, RunOptions, parse_command_line
-from .streaming import Stream
-from .tables import format_table, write_json
 from .task import Classification, Task
 
 __all__ = ["main", "train"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from .data import Batch, Encoded, Split
+from .splits import Batch, Encoded, Split
 from .preprocess import Preprocess, RandomOperations
 from .sources import (
     EVALUATION_SPLITS,

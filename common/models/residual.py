@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import kernels
-from .shifts import roll
+from .. import kernels
+from ..shifts import roll
 
 __all__ = ["add_norm", "norm_ahead", "normed", "written"]
 

@@ -23,7 +23,7 @@ from torch._dynamo.exc import UserError
 from torch.fx import GraphModule
 from tqdm.auto import tqdm
 
-from .shifts import random_shifts, roll
+from ..shifts import random_shifts, roll
 
 __all__ = ["FORMATS", "Check", "Normalised", "check_exported", "export_model", "load_exported"]
 

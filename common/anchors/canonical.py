@@ -32,9 +32,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import kernels
-from .kernels.canonical import BASE, HALF, PRIME
-from .shifts import roll
+from .. import kernels
+from ..kernels.canonical import BASE, HALF, PRIME
+from ..shifts import roll
 
 __all__ = ["Canonical"]
 

@@ -35,9 +35,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 
-from .classifier import Classifier, to_pair
-from .hub import compile_options
-from .registry import create_model
+from ..models.classifier import Classifier, to_pair
+from ..models.hub import compile_options
+from ..models.registry import create_model
 
 __all__ = ["COMPILE_MODES", "MODES", "PRECISIONS", "Setting", "benchmark", "benchmark_modules", "build", "environment"]
 

@@ -1,4 +1,4 @@
-"""What a training run is about: model, data, loss, measurements. The loop in ``common.engine`` needs nothing else."""
+"""What a training run is about: model, data, loss, measurements. The loop in ``engine`` needs nothing else."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from .classifier import Classifier
-from .data import Split, check_rows, load_data
-from .evaluation import evaluate
-from .hub import WEIGHTS_NAME, HubModel, load_weights, resolve_file
-from .preprocess import Mixing, Preprocess, RandomOperations
+from ..data.preprocess import Mixing, Preprocess, RandomOperations
+from ..data.sources import load_data
+from ..data.splits import Split, check_rows
+from ..evaluation.evaluate import evaluate
+from ..models.classifier import Classifier
+from ..models.hub import WEIGHTS_NAME, HubModel, load_weights, resolve_file
+from ..models.registry import create_model
 from .recipe import BaseRecipe, Recipe, RunOptions
-from .registry import create_model
 
 __all__ = ["Classification", "Task"]
 
@@ -73,7 +74,7 @@ class Classification(Task[Recipe]):
     def load(self) -> tuple[Split, Split]:
         options = self.options
         if options.streaming:
-            from .streaming import load_stream
+            from ..data.streaming import load_stream
 
             train, test = load_stream(self.recipe.data, options.skip_broken)
         else:

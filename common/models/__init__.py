@@ -1,0 +1,1 @@
+"""What the four architectures share: classifier, windowed stages, embedding, registry, the Hub."""

@@ -1,0 +1,1 @@
+"""Publishing: model cards, converters, export."""

@@ -1,0 +1,1 @@
+"""Training: recipes, the loop, tasks, checkpoints, and a folder's ``reproduce.py``."""
