@@ -14,8 +14,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from common.data.preprocess import Preprocess
-from common.data.sources import KNOWN, decode_image, from_dataset
-from common.data.splits import Encoded, check_rows, load_data
+from common.data.sources import KNOWN, decode_image, from_dataset, load_data
+from common.data.splits import Encoded, check_rows
 from common.data.streaming import load_stream
 
 
