@@ -103,7 +103,7 @@ class ConvAnchor(Anchor):
                                                 ready=ready), x)  # fmt: skip
 
     def _of_pixels(self, x: Tensor, stride: tuple[int, int], fast: bool, at: Tensor | None) -> Tensor:
-        if self.score == "canonical" and at is not None:
+        if self.score in ("canonical", "centred") and at is not None:
             place = at if fast else self.canonical.offset(x)
             return place if fast else torch.stack([place[:, i] % s for i, s in enumerate(stride)], 1)
         x = x if at is None else roll(x, at, within=True)

@@ -20,7 +20,7 @@ from .weights import product, whole
 __all__ = ["Anchor", "Fold", "Ready", "Score", "Strided", "Taps", "best_offset", "observed_scores", "phase_scores",
            "token_energy", "wide"]  # fmt: skip
 
-Score = Literal["signed", "energy", "fixed", "random", "canonical"]
+Score = Literal["signed", "energy", "fixed", "random", "canonical", "centred"]
 """What an anchor looks at. ``energy`` and ``signed`` score the output of the layer behind it: ``energy`` by the paper's
 squared norm, ``signed`` with a little of one fixed direction, because energy cannot tell t from -t. The others need
 nothing of that layer: ``fixed`` scores the mean strength of what comes in, patch by patch, as windows are scored;
@@ -130,7 +130,12 @@ class Anchor(nn.Module):
         self.sketch = sketch if score in OF_LAYERS else 0
         place = torch.arange(4096, dtype=torch.float64)
         uneven = torch.zeros_like(place) if score == "energy" else 0.1 * torch.sin(2 + 7.31 * place)
-        self.register_buffer("window_weights", (1 + uneven).float(), persistent=False)
+        profile = 1 + uneven
+        if score == "centred":  # a bump per length of window, so that what is strong comes to its middle
+            length = torch.arange(1, 65, dtype=torch.float64)[:, None]
+            bump = torch.sin(torch.pi * (place[:64] + 0.5) / length).square() * 2
+            profile = torch.where(place[:64] < length, bump + uneven[:64], 0)
+        self.register_buffer("window_weights", profile.float(), persistent=False)
         wave = _direction(4096, torch.ones(1, dtype=torch.float64)) * (4096 / 2) ** 0.5
         self.register_buffer("wave", wave.float(), persistent=False)  # kept: a sine per token and channel would be slow
         if score == "random":
@@ -200,7 +205,9 @@ class Anchor(nn.Module):
             _, square, toward = (t if fast else wide(t) for t in given)  # B, H, W each
             gain = self.gain(x)
             single = (x.shape[1] == window[0], x.shape[2] == window[1])
-            if fast and kernels.fits_window_scores(square, window):
+            if self.score == "centred":
+                single = (False, False)
+            elif fast and kernels.fits_window_scores(square, window):
                 return kernels.best_window(square, toward if gain else square, self.window_weights, list(window), gain)
             strength = square.sqrt() + gain * toward if gain else square.sqrt()
             if all(single):
@@ -222,7 +229,8 @@ class Anchor(nn.Module):
         """(n, n) matrix that takes the mean, slightly uneven but for ``energy``, of ``window`` places from each on."""
         place = torch.arange(n, device=like.device)
         ahead = (place - place[:, None]) % n
-        return torch.where(ahead < window, self.window_weights[ahead.clamp(max=window - 1)].to(like) / window, 0)
+        profile = self.window_weights[window - 1] if self.score == "centred" else self.window_weights
+        return torch.where(ahead < window, profile[ahead.clamp(max=window - 1)].to(like) / window, 0)
 
     def precision(self, x: Tensor, fast: bool) -> AbstractContextManager[Any]:
         return nullcontext() if fast else torch.autocast(x.device.type, enabled=False)
