@@ -5,114 +5,12 @@ offset is the place in ``x`` that ends up at the origin.
 """
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from . import kernels
+from .ops.roll import circular_pad, convolve, roll
 from .seeding import hashed_uniform
 
 __all__ = ["circular_pad", "circular_shift", "convolve", "random_shifts", "roll", "shift_and_crop", "standard_shift"]
-
-
-def _gather(x: Tensor, offset: Tensor, dims: tuple[int, int]) -> Tensor:
-    """Read ``x`` at positions moved by ``offset`` in [0, side]: one indexed read, no wrap-around copies."""
-    rank = dims[1] + 1  # dimensions after the last rolled one are read whole
-    index = []
-    for d in range(rank):
-        i = torch.arange(x.shape[d], device=x.device)
-        if d in dims:
-            i = i + offset[:, dims.index(d), None]
-            i = torch.where(i < x.shape[d], i, i - x.shape[d])  # B, side; cheaper than a remainder per element
-            index.append(i.view([i.shape[0], *(-1 if k == d else 1 for k in range(1, rank))]))
-        else:
-            index.append(i.view([-1 if k == d else 1 for k in range(rank)]))
-    return x[tuple(index)]
-
-
-class _Roll(torch.autograd.Function):
-    """Per-sample roll. Its backward is the opposite roll: again one gather, where autograd would scatter."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, offset: Tensor, dims: tuple[int, int]) -> Tensor:
-        return _gather(x, offset, dims)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        _, offset, ctx.dims = inputs
-        ctx.save_for_backward(offset)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (offset,) = ctx.saved_tensors
-        sides = torch.stack([torch.full_like(o, grad.shape[d]) for o, d in zip(offset.T, ctx.dims, strict=True)], 1)
-        return _Roll.apply(grad, sides - offset, ctx.dims), None, None
-
-
-def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1), within: bool = False) -> Tensor:
-    """Roll every sample by its own offset: ``y[b, h, w] = x[b, h + offset[b, 0], w + offset[b, 1]]`` on the torus.
-
-    Shapes: x (B, ..., H, W, ...) with the sides at ``dims``; offset (B, 2), integer, any sign or, with ``within``,
-    known to lie in [0, side), which saves a division.
-    """
-    h, w = (d % x.ndim for d in dims)
-    if not 0 < h < w:
-        raise ValueError(
-            f"roll needs two increasing spatial dims after the batch, got dims={dims} for {x.ndim}-d input"
-        )
-    if offset.shape != (x.shape[0], 2):
-        raise ValueError(f"roll needs one (row, column) offset per sample, shape {(x.shape[0], 2)}, "
-                         f"got {tuple(offset.shape)}")  # fmt: skip
-    if not within:
-        offset = torch.stack([offset[:, 0] % x.shape[h], offset[:, 1] % x.shape[w]], 1)
-    if (h, w) == (1, 2) and kernels.fits_roll_kernel(x):
-        return kernels.rolled(x, offset, 0)
-    return _Roll.apply(x, offset, (h, w))
-
-
-class _CircularPad(torch.autograd.Function):
-    """Circular padding as one indexed read. Its backward adds the borders to the opposite sides: no scatter."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, pad: tuple[int, int, int, int]) -> Tensor:
-        left, right, top, bottom = pad
-        height, width = x.shape[-2:]
-        rows = torch.arange(-top, height + bottom, device=x.device) % height
-        columns = torch.arange(-left, width + right, device=x.device) % width
-        return x[..., rows[:, None], columns]
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        _, ctx.pad = inputs
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        for dim, (before, after) in ((-1, ctx.pad[:2]), (-2, ctx.pad[2:])):
-            side = grad.shape[dim] - before - after
-            first, middle, last = grad.split([before, side, after], dim)
-            zeros = (0, 0) if dim == -2 else ()  # F.pad counts from the last dimension
-            grad = middle + F.pad(first, (*zeros, side - before, 0)) + F.pad(last, (*zeros, 0, side - after))
-        return grad, None
-
-
-def circular_pad(x: Tensor, pad: tuple[int, int, int, int]) -> Tensor:
-    """Pad (B, C, H, W) with its own opposite side; ``pad`` is (left, right, top, bottom) as in ``F.pad``."""
-    if not any(pad):
-        return x
-    # F.pad copies the middle and each border in turn: several passes on a GPU, and yet the faster form on a CPU
-    return _CircularPad.apply(x, pad) if x.is_cuda else F.pad(x, pad, mode="circular")
-
-
-def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """``conv(x)``, with ``circular_pad`` where it pads circularly."""
-    if conv.padding_mode != "circular" or isinstance(conv.padding, str):
-        return conv(x)
-    height, width = conv.padding
-    x = circular_pad(x, (width, width, height, height))
-    return F.conv2d(x, conv.weight, conv.bias, conv.stride, groups=conv.groups)
 
 
 def circular_shift(x: Tensor, shift: Tensor) -> Tensor:

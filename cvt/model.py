@@ -20,22 +20,15 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.anchors.modules import Anchor, ConvAnchor, Ready, Score, Strided
-from common.anchors.weights import normed_taps, taps, whole
-from common.kernels import (
-    depthwise,
-    depthwise_norm,
-    depthwise_taps,
-    fits_depthwise_norm,
-    fits_sketch,
-    product_dtype,
-    usable,
-)
+from common.anchors.modules import Anchor, ConvAnchor, Ready, Score
+from common.kernels import depthwise_taps, fits_sketch, usable
 from common.models.activation import GELU
 from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
-from common.models.embedding import embed
 from common.models.registry import defaults, register_model
-from common.models.residual import add_norm, norm_ahead, normed, written
+from common.ops import add_norm, depthwise, embed, kernel_weights, materialize, norm_ahead, normed, project
+from common.ops.depthwise import split_class_tokens
+from common.ops.strided import Strided
+from common.ops.weights import gathered
 from common.shifts import roll
 
 ANCHORS = ("token", "projection")
@@ -78,7 +71,7 @@ class KeyValueAnchor(Anchor):
             return self.of_tokens(x, Strided.of(key).stride, fast)
         with self.precision(x, fast):
             x = self.normed(x, norm, normed, fast).permute(0, 3, 1, 2)
-            kernel = self.depthwise_rows(whole(key.weight), whole(value.weight)).to(x.dtype)
+            kernel = self.depthwise_rows(gathered(key.weight), gathered(value.weight)).to(x.dtype)
             ready = self._ready(key.weight, value.weight, x.dtype)
             return self.choose(x, kernel, Strided.of(key), fast=fast, ready=ready)
 
@@ -126,7 +119,7 @@ class ConvProjection(nn.Module):
 
     def forward(self, x: Tensor, cls_token: Tensor, origin: Tensor | None) -> Tensor:
         circular = self.conv.padding_mode == "circular"
-        x = depthwise(x, taps(self.conv.weight)[0], self.conv.stride[0], circular, origin)
+        x = depthwise(x, kernel_weights(self.conv.weight)[0], self.conv.stride[0], circular, origin)
         x = self.norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)  # B, tokens, C
         return self.proj(torch.cat([cls_token, x], 1) if cls_token.shape[1] else x)
 
@@ -150,29 +143,15 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, size: tuple[int, int], origin: Tensor | None) -> Tensor:
-        (b, n, c), learning = x.shape, torch.is_grad_enabled()
-        x = x if learning else x.to(product_dtype(x))  # once, and then read in place
-        cls_token, x = x.split([n - size[0] * size[1], size[0] * size[1]], 1)
-        x = x.unflatten(1, size)  # B, H, W, C
-        x = x.contiguous() if learning else x  # the compiler writes it so at once
+        b, n, c = x.shape
+        cls_token, x = split_class_tokens(x, size)
         q, k, v = (
             t.view(b, -1, self.num_heads, c // self.num_heads).transpose(1, 2)
-            for t in self.project(x, cls_token, origin)
+            for t in project(x, cls_token, self.q, self.k, self.v, origin)
         )
         dropout = self.attn_drop if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
         return self.proj_drop(self.proj(x.transpose(1, 2).reshape(b, n, c)))
-
-    def project(self, x: Tensor, cls_token: Tensor, origin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values; in inference keys and values are convolved in one pass."""
-        parts = self.q, self.k, self.v
-        convs, norms = [part.conv for part in parts], [part.norm for part in parts]
-        if not fits_depthwise_norm(x, convs, norms):
-            return self.q(x, cls_token, None), self.k(x, cls_token, origin), self.v(x, cls_token, origin)
-        weights, circular = normed_taps(convs, norms), self.q.conv.padding_mode == "circular"
-        (q,) = depthwise_norm(x, cls_token, weights[:1], 1, circular)
-        k, v = depthwise_norm(x, cls_token, weights[1:], self.k.conv.stride[0], circular, origin)
-        return self.q.proj(q), self.k.proj(k), self.v.proj(v)
 
 
 class Block(nn.Module):
@@ -328,7 +307,7 @@ class CvT(Classifier):
             if stage.cls_token is not None:  # in inference of its tokens' type: autocast would make all float32
                 dtype = stage.cls_token.dtype if torch.is_grad_enabled() else tokens.dtype
                 tokens = torch.cat([stage.cls_token.to(dtype).expand(b, -1, -1), tokens], 1)
-            tokens = written(tokens)
+            tokens = materialize(tokens)
             norm: Any = stage.blocks[0].norm1
             ahead = norm_ahead(tokens, norm)
             if self.projection_anchor is not None and usable(x):
@@ -337,7 +316,7 @@ class CvT(Classifier):
                 origin = stage.offset(self.projection_anchor, x, self.canonical, known)
             for block in stage.blocks:
                 tokens, ahead = self.run(block, tokens, (h, w), origin, ahead), None
-            tokens = tokens if self.token_anchor is None or i == last else written(tokens)
+            tokens = tokens if self.token_anchor is None or i == last else materialize(tokens)
             x = (tokens if stage.cls_token is None else tokens[:, -h * w :]).reshape(b, h, w, c)
             stages.append((x, offset))
             x = x.permute(0, 3, 1, 2)

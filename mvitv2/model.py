@@ -20,7 +20,7 @@ Attention is global, so what is left is to measure relative positions around the
 
 import math
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -30,45 +30,19 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.anchors.modules import Anchor, ConvAnchor, Ready, Score, Strided, Taps, best_offset
-from common.anchors.weights import product, taps, whole
-from common.kernels import (
-    Pooled,
-    depthwise,
-    fits_pooled,
-    fits_pooled_maximum,
-    fits_positioned,
-    fits_sketch,
-    fits_token_scores,
-    pooled,
-    pooled_maximum,
-    pooled_taps,
-    positioned,
-    usable,
-)
+from common.anchors.modules import Anchor, ConvAnchor, Ready, Score, Taps, best_offset
+from common.kernels import Pooled, fits_sketch, fits_token_scores, pooled_taps, usable
 from common.models.activation import GELU
 from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
-from common.models.embedding import embed
 from common.models.positions import circular_rows, linear_rows
 from common.models.registry import defaults, register_model
-from common.models.residual import add_norm, normed, written
-from common.shifts import roll
+from common.ops import add_norm, begin_at, embed, materialize, normed, pool_heads, pool_maximum, with_positions
+from common.ops.strided import Strided
+from common.ops.weights import gathered, product
 
 ANCHORS = ("token", "pool")
 
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
-
-
-def circular_max(x: Tensor, stride: int, dim: int) -> Tensor:
-    """Maximum over the s + 1 places around every s-th along ``dim``, on the torus: (..., side, ...) -> side / s.
-
-    Of the window that starts s // 2 places before s i, those places lie in the group of s before, the others in group
-    i: maxima of slices, which the compiler makes one pass without a padded copy.
-    """
-    before = stride // 2
-    places = x.unflatten(dim, (-1, stride)).unbind(dim + 1)
-    here, last = reduce(torch.maximum, places[: stride + 1 - before]), reduce(torch.maximum, places[stride - before :])
-    return torch.maximum(here, last.roll(1, dim))
 
 
 def in_eights(x: Tensor, dim: int) -> Tensor:
@@ -145,44 +119,20 @@ class PoolingAttention(nn.Module):
         self.norm_v = LayerNorm(head_dim)
 
     def forward(self, x: Tensor, origin: Tensor | None = None) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        one_pass = fits_pooled(q, self.pool_q.kernel_size, self.norm_q.weight)
-        weights = written(taps(self.pool_q.weight, self.pool_k.weight, self.pool_v.weight,
-                               repeats=1 if one_pass else self.num_heads))  # fmt: skip
-        q = self.pool(q, weights[0], one_pass, self.pool_q, self.norm_q, origin)
-        k = self.pool(k, weights[1], one_pass, self.pool_k, self.norm_k, origin, self.places)
-        v = self.pool(v, weights[2], one_pass, self.pool_v, self.norm_v, origin)
-        v = v if one_pass else F.pad(v, (0, self.places.shape[1]))  # flash attention wants all as wide; cuDNN does not
+        pools, norms = [self.pool_q, self.pool_k, self.pool_v], [self.norm_q, self.norm_k, self.norm_v]
+        q, k, v = pool_heads(self.qkv(x), pools, norms, self.num_heads, origin, self.places)
         x = F.scaled_dot_product_attention(self.with_positions(q), k, v, scale=q.shape[-1] ** -0.5)
         x = x[..., : q.shape[-1]] + q
         x = x.transpose(1, 2).reshape(x.shape[0], len(self.rows), len(self.columns), -1)
         return self.proj(x)
 
-    def pool(self, x: Tensor, weight: Tensor, one_pass: bool, conv: nn.Conv2d, norm: nn.LayerNorm,
-             origin: Tensor | None, tail: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Pool every head by the same kernel, normalise, and put the channels of ``tail`` (H/s W/s, n) beside:
-        (B, H, W, heads d), ``weight`` (k, k, d) for ``one_pass``, else (k, k, heads d)
-        -> (B, heads, H/s W/s, d + n)."""
-        stride, circular = conv.stride[0], conv.padding_mode == "circular"
-        if one_pass:
-            return pooled(x, weight, norm.weight, norm.bias, norm.eps, stride, circular, tail, origin)
-        x = depthwise(x, weight, stride, circular, origin).unflatten(3, (self.num_heads, -1))
-        x = norm(x).to(x.dtype).flatten(1, 2).transpose(1, 2)
-        return x if tail is None else torch.cat([x, tail.to(x).expand(*x.shape[:2], -1, -1)], -1)
-
     def with_positions(self, q: Tensor) -> Tensor:
         """Queries (B, heads, queries, d) and E as further channels: one for every row and every column of keys, in the
         order of ``places``, times sqrt(d), which the attention divides by."""
-        (rows, columns), scale = (self.rel_pos_h, self.rel_pos_w), q.shape[-1] ** 0.5
-        dtype = q.dtype if (one_pass := fits_positioned(q)) else rows.dtype
-        by_row = in_eights(rows[self.rows] * scale, 1).to(dtype)
-        by_column = in_eights(columns[self.columns] * scale, 1).to(dtype)
-        if one_pass:
-            return positioned(q, by_row, by_column)
-        grid = q.unflatten(2, (len(self.rows), len(self.columns)))  # B, heads, H, W, d
-        along_h = torch.einsum("bnhwd,hkd->bnhwk", grid, by_row)
-        along_w = torch.einsum("bnhwd,wkd->bnhwk", grid, by_column)
-        return torch.cat([q, torch.cat([along_h, along_w], -1).flatten(2, 3).to(q.dtype)], -1)
+        scale = q.shape[-1] ** 0.5
+        by_row, by_column = (in_eights(table[places] * scale, 1) for table, places in
+                             ((self.rel_pos_h, self.rows), (self.rel_pos_w, self.columns)))  # fmt: skip
+        return with_positions(q, by_row, by_column)
 
 
 class MViTv2Block(nn.Module):
@@ -214,18 +164,9 @@ class MViTv2Block(nn.Module):
         skip = x if self.shortcut_proj_attn is None else self.shortcut_proj_attn(normed)
         update = self.drop_path(self.attn(normed, origin))
         if self.stride > 1:
-            skip, origin = self.pool_skip(skip, origin), None
+            skip, origin = pool_maximum(skip, self.stride, self.circular_padding, origin), None
         x, normed = add_norm(skip, update, self.norm2, origin)
         return x + self.drop_path(self.mlp(normed))
-
-    def pool_skip(self, x: Tensor, origin: Tensor | None) -> Tensor:
-        """Maximum over s + 1 tokens a side at stride s: (B, H, W, C) -> (B, H/s, W/s, C)."""
-        if origin is not None and self.circular_padding and fits_pooled_maximum(x, self.stride):
-            return pooled_maximum(x, origin)
-        x = x if origin is None else roll(x, origin, (1, 2), within=True)
-        if self.circular_padding:
-            return circular_max(circular_max(x, self.stride, 1), self.stride, 2)
-        return F.max_pool2d(x.permute(0, 3, 1, 2), self.stride + 1, self.stride, self.stride // 2).permute(0, 2, 3, 1)
 
 
 class MViTv2Stage(nn.Module):
@@ -278,8 +219,8 @@ class PoolAnchor(Anchor):
                     dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Kernel (r, C, 3, 3) and bias (r,) of what is scored: projection and pooling at one stride."""
         span, pools = self._pooled(attn, stride)
-        taps = torch.cat([whole(pool)[:, 0].repeat(attn.num_heads, 1, 1) for pool in pools])
-        weight, bias = whole(attn.qkv.weight)[span], taps.sum((1, 2)) * whole(attn.qkv.bias)[span]
+        taps = torch.cat([gathered(pool)[:, 0].repeat(attn.num_heads, 1, 1) for pool in pools])
+        weight, bias = gathered(attn.qkv.weight)[span], taps.sum((1, 2)) * gathered(attn.qkv.bias)[span]
         mixing = self.mixing(len(taps), taps)
         if mixing is None:
             return (taps[:, None] * weight[..., None, None]).to(dtype), bias  # D, C, 3, 3
@@ -423,15 +364,14 @@ class MViTv2(Classifier):
             for block in stage.blocks:
                 origin = ahead = None
                 if self.pool_anchor is not None and block.modulus > 1:
-                    x, placed = written(x), usable(x) and not torch.is_grad_enabled()
-                    ahead = normed(x, block.norm1) if placed and self.canonical else None
+                    x = materialize(x)
+                    ahead = normed(x, block.norm1) if usable(x) and self.canonical else None
                     if made is None and ahead is not None:
                         made = self.pool_anchor.taps(ahead, anchored)
                     known = made.pop(0) if made else None
                     origin = self.pool_anchor.offset(x, block, self.canonical, ahead, known)
                     offset = offset + stride * origin
-                    if not placed:  # else where it begins is one more number to kernels
-                        x, origin = roll(x, origin, (1, 2), within=True), None
+                    x, origin, _ = begin_at(x, origin, inference=True)
                 x = self.run(block, x, origin, ahead)
                 stride *= block.stride
             stages.append((x, offset))

@@ -14,12 +14,13 @@ import torch
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_
 from torch import Tensor, nn
 
-from common.anchors.modules import MergeAnchor, MergeWeights, Merging, Score
+from common.anchors.modules import MergeAnchor, Score
 from common.models.activation import GELU
 from common.models.registry import defaults, register_model
-from common.models.residual import add_norm
-from common.models.windowed import ANCHORS, PatchEmbed, WindowedClassifier, reduce_patches, reduction_dtype
-from common.models.windows import attend_in_windows, in_whole_windows, relative_position_index
+from common.models.windowed import ANCHORS, PatchEmbed, WindowedClassifier
+from common.models.windows import in_whole_windows, relative_position_index
+from common.ops import add_norm, attend_in_windows, reduce_patches, reduction_dtype
+from common.ops.merge import MergeWeights, Merging
 
 
 class WindowAttention(nn.Module):

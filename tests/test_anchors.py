@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from common.anchors.modules import ConvAnchor, MergeAnchor, Score, WindowAnchor, best_offset, phase_scores, token_energy
 from common.evaluation.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
 from common.models.upsample import unpool
-from common.models.windowed import merge_patches
+from common.ops import merge_patches
 from common.shifts import roll
 
 SHIFTS = [*ALL_PHASES, (9, -7), (-30, 41), (56, 28)]

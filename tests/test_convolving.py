@@ -7,8 +7,8 @@ from conftest import assert_same_logits_by_kernels, both, interpreted, launches,
 from torch import Tensor, nn
 
 from common.kernels import convolved, fits_convolved
-from common.models.embedding import embed
 from common.models.registry import create_model
+from common.ops import embed
 from common.shifts import circular_pad, roll
 
 

@@ -10,23 +10,27 @@ import torch.nn.functional as F
 from conftest import assert_same_logits_by_kernels, interpreted, launches, randomize
 from torch import Tensor, nn
 
-from common.anchors.weights import normed_taps, taps
 from common.kernels import (
-    depthwise,
-    depthwise_norm,
+    depthwise_norm_kernel,
     fits_depthwise_kernel,
     fits_depthwise_norm,
     fits_pooled,
     fits_pooled_maximum,
     fits_positioned,
-    plain_depthwise,
     pooled,
     pooled_maximum,
     positioned,
 )
 from common.models.registry import create_model
-from common.shifts import _CircularPad, convolve, roll
-from mvitv2.model import PoolingAttention, circular_max
+from common.ops.depthwise import _depthwise, depthwise
+from common.ops.pooling import circular_max, pool_heads
+from common.ops.roll import _CircularPad, convolve, roll
+from common.ops.weights import normed_kernel_weights
+from mvitv2.model import PoolingAttention
+
+
+def plain_depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Tensor | None = None) -> Tensor:
+    return _depthwise.reference(x, weight, stride, circular, origin)  # type: ignore[attr-defined]
 
 
 @interpreted
@@ -85,14 +89,16 @@ def test_depthwise_norm(size: tuple[int, int], channels: int, stride: int, place
     first, x = torch.randn(3, lead + area, channels).split([lead, area], 1)
     norms = [randomize(nn.BatchNorm2d(channels, eps=1e-3)).eval() for _ in range(3)]
     convs = [nn.Conv2d(channels, channels, 3, groups=channels, bias=False) for _ in range(3)]
-    x, weights = x.unflatten(1, size), normed_taps(convs, norms)
-    how = stride, placed, torch.tensor([[0, 1], [1, 0], [1, 1]]) if placed else None
+    x, weights = x.unflatten(1, size), normed_kernel_weights(convs, norms)
+    origin = torch.tensor([[0, 1], [1, 0], [1, 1]]) if placed else None
+    how = origin, stride, placed
     assert fits_depthwise_norm(x, convs, norms)
     for found, conv, norm in zip(
-        [*depthwise_norm(x, first, weights[:1], *how), *depthwise_norm(x, first, weights[1:], *how)], convs, norms,
+        [*depthwise_norm_kernel(x, first, weights[:1], *how), *depthwise_norm_kernel(x, first, weights[1:], *how)],
+        convs, norms,
         strict=True,
     ):  # fmt: skip
-        plain = plain_depthwise(x, conv.weight[:, 0].permute(1, 2, 0), *how)
+        plain = plain_depthwise(x, conv.weight[:, 0].permute(1, 2, 0), stride, placed, origin)
         plain = norm(plain.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
         assert torch.equal(found[:, :lead], first)
         assert torch.allclose(found, torch.cat([first, plain], 1), atol=1e-5, rtol=1e-5)
@@ -252,9 +258,8 @@ def test_positions_as_channels() -> None:
     for table in (attn.rel_pos_h, attn.rel_pos_w):
         nn.init.normal_(table)
     x = torch.randn(2, 8, 12, 12, dtype=torch.float64)
-    pools = ((attn.pool_q, attn.norm_q), (attn.pool_k, attn.norm_k), (attn.pool_v, attn.norm_v))
-    q, k, v = (attn.pool(t, taps(conv.weight, repeats=2)[0], False, conv, norm, None)
-               for t, (conv, norm) in zip(attn.qkv(x).chunk(3, -1), pools, strict=True))  # fmt: skip
+    pools, norms = [attn.pool_q, attn.pool_k, attn.pool_v], [attn.norm_q, attn.norm_k, attn.norm_v]
+    q, k, v = (t[..., :6] for t in pool_heads(attn.qkv(x), pools, norms, 2, None, attn.places))
     grid = q.unflatten(2, (8, 12))
     along_h = torch.einsum("bnhwd,hkd->bnhwk", grid, attn.rel_pos_h[attn.rows])
     along_w = torch.einsum("bnhwd,wkd->bnhwk", grid, attn.rel_pos_w[attn.columns])

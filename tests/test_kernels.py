@@ -15,10 +15,12 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
 
 from common import create_model, kernels
-from common.anchors.modules import ConvAnchor, Fold, MergeAnchor, Strided, WindowAnchor, best_offset
-from common.anchors.weights import product
-from common.models.windowed import merge_patches
-from common.models.windows import attend_in_windows, shifted_window_mask
+from common.anchors.modules import ConvAnchor, MergeAnchor, WindowAnchor, best_offset
+from common.models.windows import shifted_window_mask
+from common.ops import attend_in_windows, merge_patches
+from common.ops.merge import Fold
+from common.ops.strided import Strided
+from common.ops.weights import product
 from cvt.model import KeyValueAnchor
 
 if kernels.AVAILABLE:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common import kernels
-from common.anchors.modules import MergeAnchor, Merging, WindowAnchor
+from common.anchors.modules import MergeAnchor, WindowAnchor
 from common.models.registry import create_model
-from common.models.windowed import merge_patches, reduce_patches
+from common.ops import merge_patches, reduce_patches
+from common.ops.merge import Merging
 
 merging = sys.modules["common.kernels.merging"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from common import create_model, kernels
 from common.anchors.modules import ConvAnchor, WindowAnchor
-from common.models.embedding import embed
+from common.ops import embed
 from common.shifts import roll
 
 

@@ -7,7 +7,7 @@ from conftest import interpreted
 from torch import nn
 
 from common import kernels
-from common.models.residual import add_norm, norm_ahead
+from common.ops import add_norm, norm_ahead
 from common.shifts import roll
 
 

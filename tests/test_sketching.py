@@ -8,7 +8,8 @@ from conftest import both, interpreted, launches, randomize
 from torch import Tensor, nn
 
 from common import kernels
-from common.anchors.modules import ConvAnchor, MergeAnchor, Merging
+from common.anchors.modules import ConvAnchor, MergeAnchor
+from common.ops.merge import Merging
 from cvt.model import KeyValueAnchor
 from mvitv2.model import PoolAnchor, PoolingAttention
 

@@ -13,26 +13,25 @@ all shifted copies are one array; otherwise scores are taken in float32 at least
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import kernels
+from ..ops.merge import Fold, MergeWeights, Merging
+from ..ops.strided import Strided
+from ..ops.weights import gathered
 from ..shifts import roll
 from .canonical import Canonical
 from .scoring import (
     Anchor,
-    Fold,
     Ready,
     Score,
-    Strided,
     Taps,
     best_offset,
     phase_scores,
     token_energy,
 )
-from .weights import whole
 
 __all__ = [
     "Anchor",
@@ -129,7 +128,7 @@ class ConvAnchor(Anchor):
 
     def _of_weights(self, conv: nn.Conv2d, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight of what is scored, and its bias, in float32 at least."""
-        weight, bias = whole(conv.weight), None if conv.bias is None else whole(conv.bias)
+        weight, bias = gathered(conv.weight), None if conv.bias is None else gathered(conv.bias)
         mixed = conv.groups == 1 and self.mixing(len(weight), weight) is not None
         if mixed:
             weight, bias = self.affine_rows(weight, bias)
@@ -153,36 +152,6 @@ class ConvAnchor(Anchor):
         weights = kernels.in_pieces(kernels.all_phases(weight.to(half), stride), x, stride, True)
         parts = kernels.image_phases(x, at, weights, bias, self.wave, k + stride - 1, stride, conv.padding[0])
         return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), self.score == "signed", at, x.shape[3])
-
-
-class Merging(NamedTuple):
-    """A patch merging, and the type that ``kernels.merged_product`` multiplies in, if that is how it is taken."""
-
-    reduction: nn.Linear
-    norm: nn.LayerNorm | None
-    scaled: torch.dtype | None = None
-
-
-class MergeWeights(NamedTuple):
-    """What a merging anchor scores, with the norm before it; and what the merging itself multiplies by, if a kernel has
-    made both in one pass: see ``kernels.merging_weights``.
-
-    Shapes: taps (r, C, 2, 2) or, from that kernel, (4, r, C) or, for one pass, (2 C, 32).
-    """
-
-    taps: Tensor
-    fold: Fold | None
-    scaled: Tensor | None = None
-    folded: Tensor | None = None
-
-    @property
-    def kernel(self) -> Tensor:
-        """(r, C, 2, 2)"""
-        if self.taps.ndim == 4:
-            return self.taps
-        if self.taps.ndim == 3:
-            return self.taps.unflatten(0, (2, 2)).permute(2, 3, 0, 1)
-        return self.taps.view(2, -1, 2, 4, 4)[0, :, :, 2:].permute(3, 0, 1, 2)
 
 
 class MergeAnchor(Anchor):
@@ -235,7 +204,7 @@ class MergeAnchor(Anchor):
 
     def recipe(self, x: Tensor, mergings: Sequence[Merging]) -> kernels.Mergings | None:
         """What ``kernels.merging_weights`` takes; None where torch does all."""
-        weights = [whole(reduction.weight) for reduction, *_ in mergings]
+        weights = [gathered(reduction.weight) for reduction, *_ in mergings]
         mixing = self.mixing(max(map(len, weights)), weights[0])
         mixing = mixing if min(map(len, weights)) > self.sketch and kernels.fits_sketch(mixing, *weights) else None
         scale = next((dtype for *_, dtype in mergings if dtype is not None), None)
@@ -243,7 +212,7 @@ class MergeAnchor(Anchor):
             return None
         once = [mixing is not None and kernels.fits_token_scores(x, self.sketch, 2, 0, weight.shape[1] // 4)
                 for weight in weights]  # fmt: skip
-        affine = [[whole(weight) for weight in _affine(norm)] for _, norm, _ in mergings]
+        affine = [[gathered(weight) for weight in _affine(norm)] for _, norm, _ in mergings]
         gains, biases = map(list, zip(*affine, strict=True)) if affine[0] else ([], [])
         scaled = [dtype is not None for *_, dtype in mergings]
         return kernels.Mergings(weights, mixing, gains, biases, x.dtype, scale, scaled, once)
@@ -268,12 +237,12 @@ class MergeAnchor(Anchor):
 
     def _plain(self, merging: Merging, dtype: torch.dtype) -> MergeWeights:
         """What is scored, made by torch."""
-        projection, norm = self.rows(whole(merging.reduction.weight)), merging.norm  # r, 4C
-        weight = projection if norm is None else projection * whole(norm.weight)
+        projection, norm = self.rows(gathered(merging.reduction.weight)), merging.norm  # r, 4C
+        weight = projection if norm is None else projection * gathered(norm.weight)
         kernel = weight.view(len(weight), 2, 2, -1).permute(0, 3, 2, 1).to(dtype, copy=True)  # r, C, row, column
         if norm is None:
             return MergeWeights(kernel, None)
-        return MergeWeights(kernel, Fold(weight.sum(1), (projection * whole(norm.bias)).sum(1), norm.eps))
+        return MergeWeights(kernel, Fold(weight.sum(1), (projection * gathered(norm.bias)).sum(1), norm.eps))
 
 
 def _affine(norm: nn.LayerNorm | None) -> tuple[Tensor, ...]:

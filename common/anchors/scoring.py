@@ -7,17 +7,19 @@ before it, which is folded into its weights. Kernels do most of it where they ca
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
+from ..ops.merge import Fold
+from ..ops.strided import Strided
+from ..ops.weights import gathered, product
 from ..shifts import circular_pad
-from .weights import product, whole
 
-__all__ = ["Anchor", "Fold", "Ready", "Score", "Strided", "Taps", "best_offset", "observed_scores", "phase_scores",
+__all__ = ["Anchor", "Ready", "Score", "Taps", "best_offset", "observed_scores", "phase_scores",
            "token_energy", "wide"]  # fmt: skip
 
 Score = Literal["signed", "energy", "fixed", "random", "canonical", "centred"]
@@ -82,36 +84,10 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.device.type == "mps" else x.double()  # MPS has no float64
 
 
-class Strided(NamedTuple):
-    """What matters of a strided convolution here: kernel, stride and padding, (height, width) each."""
-
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-
-    @classmethod
-    def of(cls, conv: nn.Conv2d) -> "Strided":
-        if isinstance(conv.padding, str):
-            raise ValueError(f"an anchored convolution needs its padding in pixels, not {conv.padding!r}")
-        return cls(conv.kernel_size, conv.stride, conv.padding)  # type: ignore[arg-type]
-
-
 Taps = tuple[Tensor, Tensor]
 """Taps, and what is added to the sum of all: see ``Anchor._taps``."""
 Ready = Callable[[bool], Taps | None] | None
 """How a kernel makes them, to be scored in one pass or not, if it can."""
-
-
-class Fold(NamedTuple):
-    """A LayerNorm of the patch, folded into the convolution: (W' p - mean ``sums``) / std + ``constant``, (r,) each, or
-    (parts, r) for a kernel that adds these up."""
-
-    sums: Tensor
-    constant: Tensor
-    eps: float
-
-    def whole(self) -> "Fold":
-        return self if self.sums.ndim == 1 else Fold(self.sums.sum(0), self.constant.sum(0), self.eps)
 
 
 class Anchor(nn.Module):
@@ -243,7 +219,9 @@ class Anchor(nn.Module):
         """Tokens (B, H, W, C) as ``norm`` makes them and a convolution reads them, unless ``known`` already."""
         if known is None:
             x = self.cast(x, fast)
-            known = F.layer_norm(x, norm.normalized_shape, whole(norm.weight).to(x), whole(norm.bias).to(x), norm.eps)
+            known = F.layer_norm(
+                x, norm.normalized_shape, gathered(norm.weight).to(x), gathered(norm.bias).to(x), norm.eps
+            )
         return known.to(kernels.product_dtype(known)) if fast else known
 
     def choose(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None, fold: Fold | None = None,

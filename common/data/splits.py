@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from .preprocess import Preprocess, RandomOperations
 from ..seeding import derive_seed
+from .preprocess import Preprocess, RandomOperations
 
 __all__ = ["Arrays", "Encoded", "EpochSampler", "Split", "check_rows", "load_digits_data"]
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from .splits import Batch, Encoded, Split
 from .preprocess import Preprocess, RandomOperations
 from .sources import (
     EVALUATION_SPLITS,
@@ -24,6 +23,7 @@ from .sources import (
     import_datasets,
     load_split,
 )
+from .splits import Batch, Encoded, Split
 
 __all__ = ["Stream", "load_stream"]
 

@@ -5,12 +5,11 @@ from .base import AVAILABLE, INTERPRETED, product_dtype, usable
 from .canonical import canonical_offset, fits_canonical_kernel
 from .convolving import convolved, fits_convolved
 from .depthwise import (
-    depthwise,
-    depthwise_norm,
+    depthwise_kernel,
+    depthwise_norm_kernel,
     fits_depthwise_kernel,
     fits_depthwise_norm,
     normed_taps,
-    plain_depthwise,
 )
 from .merging import fits_merge_kernel, fits_merged_product, merged_product, rolled_merge
 from .patches import all_phases, fits_image_phases, fits_image_tokens, image_phases, image_tokens, in_pieces
@@ -45,8 +44,8 @@ __all__ = [
     "canonical_offset",
     "convolution_taps",
     "convolved",
-    "depthwise",
-    "depthwise_norm",
+    "depthwise_kernel",
+    "depthwise_norm_kernel",
     "depthwise_taps",
     "fits_add_norm",
     "fits_beside",
@@ -80,7 +79,6 @@ __all__ = [
     "merging_weights",
     "normed_taps",
     "packed",
-    "plain_depthwise",
     "pooled",
     "pooled_maximum",
     "pooled_taps",

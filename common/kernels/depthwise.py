@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.library import register_autograd
 
-from .. import shifts
-from .base import AVAILABLE, launch, operator, product_dtype, usable
+from .base import AVAILABLE, launch, operator, usable
 
 if AVAILABLE:
     import triton
@@ -20,47 +18,13 @@ if AVAILABLE:
 
     from .base import around
 
-__all__ = ["depthwise", "depthwise_norm", "fits_depthwise_kernel", "fits_depthwise_norm", "normed_taps",
-           "plain_depthwise", "split", "vectors"]  # fmt: skip
+__all__ = ["depthwise_kernel", "depthwise_norm_kernel", "fits_depthwise_kernel", "fits_depthwise_norm", "normed_taps",
+           "split", "vectors"]  # fmt: skip
 
 LONGEST = 14  # outputs of a strip; half of it if they are strided, and there is but one at a place
 CELLS = {1: 14, 2: 7, 4: 2}  # of a strip of a backward pass, by stride
 VECTOR = 2  # channels of a thread, there
 PROGRAMS = 1056  # of a backward pass: enough to fill a GPU, and each leaves one sum per weight
-
-
-def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Tensor | None = None) -> Tensor:
-    """Depthwise convolution of tokens, padded by k // 2 with zeros or (``circular``) with the opposite side. With
-    ``origin`` (B, 2) in [0, side), the first output of a sample is there: nothing has to be rolled for it.
-
-    Like ``F.conv2d``, it computes in autocast's dtype where autocast is on.
-
-    Shapes: x (B, H, W, C), weight (k, k, C), k odd -> (B, ceil(H / stride), ceil(W / stride), C).
-    """
-    x = x.to(product_dtype(x))
-    whole = x.shape[1] % stride == x.shape[2] % stride == 0 if circular else origin is None  # cells are all tokens
-    if fits_depthwise_kernel(x, weight.shape[:2]) and (whole or not torch.is_grad_enabled()):
-        return depthwise_kernel(x, weight.float().contiguous(), origin, stride, circular)
-    return plain_depthwise(x, weight, stride, circular, origin)
-
-
-def depthwise_norm(x: Tensor, lead: Tensor, weights: Tensor, stride: int, circular: bool,
-                   origin: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Tokens ``lead`` (B, m, C), and behind them, row by row, what a convolution as in ``depthwise`` and a norm make of
-    x; n times, by ``weights`` (n, 10, C) of ``common.anchors.weights.normed_taps``
-    -> (n, B, m + H/stride W/stride, C). In one pass; for inference, where ``fits_depthwise_norm`` holds."""
-    x = x.to(product_dtype(x))
-    return depthwise_norm_kernel(x, lead.to(x.dtype), weights, origin, stride, circular)
-
-
-def plain_depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Tensor | None = None) -> Tensor:
-    """``depthwise`` by ``F.conv2d``: the reference of the kernel, and what runs where it does not."""
-    x = x if origin is None else shifts.roll(x, origin, (1, 2), within=True)
-    x, pad = x.permute(0, 3, 1, 2), weight.shape[0] // 2
-    if circular:
-        x, pad = shifts.circular_pad(x, (pad, pad, pad, pad)), 0
-    kernel = weight.to(x.dtype).permute(2, 0, 1)[:, None]  # C, 1, k, k
-    return F.conv2d(x, kernel, stride=stride, padding=pad, groups=x.shape[1]).permute(0, 2, 3, 1)
 
 
 def fits_depthwise_kernel(x: Tensor, size: Sequence[int]) -> bool:

@@ -1,16 +1,14 @@
-"""GELU as the models here use it."""
+"""GELU as a module that blocks are built with."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import kernels
+from ..ops.gelu import gelu
 
 __all__ = ["GELU"]
 
 
 class GELU(nn.GELU):
-    """x Phi(x), with Phi the normal distribution; by a kernel where that fits, which differs by less than is rounded
-    off."""
+    """x Phi(x): see ``common.ops.gelu``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.gelu(x) if kernels.fits_gelu_kernel(x) else F.gelu(x)
+        return gelu(x)

@@ -4,20 +4,16 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from .. import kernels
-from ..anchors.modules import ConvAnchor, MergeAnchor, MergeWeights, Merging, WindowAnchor
-from ..shifts import roll
+from ..anchors.modules import ConvAnchor, MergeAnchor, WindowAnchor
+from ..ops import begin_at, embed, materialize
+from ..ops.merge import MergeWeights, Merging
 from .classifier import Classifier, Stages, to_pair
-from .embedding import embed
-from .residual import written
 from .windows import shifted_window_mask, window_shift
 
-__all__ = ["ANCHORS", "PatchEmbed", "WindowedClassifier", "merge_patches", "reduce_patches", "reduction_dtype"]
+__all__ = ["ANCHORS", "PatchEmbed", "WindowedClassifier"]
 
 ANCHORS = ("token", "window", "merge")
 
@@ -35,61 +31,6 @@ class PatchEmbed(nn.Module):
         """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0). With ``wave`` also the tokens'
         moments, where they cost little: see ``embed``."""
         return embed(self.proj, x, offset, self.norm, wave)
-
-
-def merge_patches(x: Tensor, offset: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:
-    """Concatenate 2 x 2 tokens, normalised by ``norm``: (B, H, W, C) -> (B, H/2, W/2, 4C) as (column, row, channel).
-
-    ``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0). Odd sides are padded.
-    """
-    affine = norm is None or norm.elementwise_affine
-    if offset is not None and affine and kernels.fits_merge_kernel(x):
-        gain, bias, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-        return kernels.rolled_merge(x, offset, gain, bias, eps, kernels.product_dtype(x))
-    x = x if offset is None else roll(x, offset, (1, 2), within=True)
-    x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2)) if x.shape[1] % 2 or x.shape[2] % 2 else x
-    b, h, w, c = x.shape
-    x = x.view(b, h // 2, 2, w // 2, 2, c).permute(0, 1, 3, 4, 2, 5).flatten(3)
-    return x if norm is None else norm(x)
-
-
-def reduction_dtype(x: Tensor, norm: nn.LayerNorm | None, reduction: nn.Linear) -> torch.dtype | None:
-    """The type ``reduce_patches`` multiplies in if it is one kernel: in inference, half precision, with few outputs."""
-    dtype = kernels.product_dtype(x)
-    plain = norm is None or (norm.elementwise_affine and x.dtype == dtype)  # a mean must not be rounded
-    plain = plain and reduction.bias is None and kernels.fits_merged_product(x, reduction.weight, dtype)
-    return dtype if plain else None
-
-
-def reduce_patches(x: Tensor, offset: Tensor | None, norm: nn.LayerNorm | None, reduction: nn.Linear,
-                   weights: MergeWeights | None = None,
-                   wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """``reduction`` of ``merge_patches``: (B, H, W, C) -> (B, H/2, W/2, D). In inference one kernel, if it fits.
-
-    ``weights`` are what the anchor has made of these two modules'. With ``wave`` also the results' moments
-    (``kernels.token_moments``), where that kernel has them for little, else None.
-    """
-    if offset is not None and kernels.usable(x) and torch.is_grad_enabled():  # patches are made again, not remembered
-        return checkpoint(lambda t: reduction(merge_patches(t, offset, norm)), x, use_reentrant=False,
-                          preserve_rng_state=False), None  # fmt: skip
-    dtype = reduction_dtype(x, norm, reduction)
-    if offset is None or dtype is None:
-        return reduction(merge_patches(x, offset, norm)), None
-    x, eps, gain, bias, sums, squares = x.to(dtype), 0.0, None, None, None, None
-    if norm is not None:
-        eps, gain, bias = norm.eps, norm.weight, norm.bias
-        if torch.compiler.is_compiling():  # the anchor has these sums already, and the compiler finds them
-            sums, squares = x.float().sum(-1), x.float().square().sum(-1)
-        else:
-            sums, squares, _ = kernels.token_moments(x, norm.weight).unbind(1)
-    scaled, folded = (None, None) if weights is None else weights[2:]
-    if scaled is None:
-        affine: list[list[Tensor]] = [[] if tensor is None else [tensor] for tensor in (gain, bias)]
-        alone = kernels.Mergings([reduction.weight], None, affine[0], affine[1], dtype, dtype, [True], [False])
-        scaled, folded = kernels.merging_weights(alone)[0][2:]
-    folded = None if norm is None else folded
-    tokens, moments = kernels.merged_product(x, offset, scaled, folded, sums, squares, eps, wave)
-    return tokens, moments if len(moments) else None
 
 
 class WindowedClassifier(Classifier):
@@ -166,7 +107,7 @@ class WindowedClassifier(Classifier):
                 known = weights[i - 1] if weights else None
                 if mergings and mergings[i - 1].norm is None:  # what is multiplied is scored, too
                     x = x.to(mergings[i - 1].scaled or x.dtype)
-                x = written(x)
+                x = materialize(x)
                 o = stage.downsample.offset(self.merge_anchor, x, self.canonical, known)
                 (x, moments), offset = stage.downsample(x, o, known, wave), offset + stride // 2 * o
             elif i > 0:
@@ -174,10 +115,8 @@ class WindowedClassifier(Classifier):
             origin = None
             if self.window_anchor is not None:
                 o = self.window_anchor.offset(x, window, self.canonical, moments) if first is None or i > 0 else first
-                if kernels.usable(x):  # where windows begin is one more number to the kernel: nothing is moved
-                    origin = o
-                else:
-                    x, offset = roll(x, o, (1, 2), within=True), offset + stride * o
+                x, origin, moved = begin_at(x, o)
+                offset = offset if moved is None else offset + stride * moved
             size = (x.shape[1], x.shape[2])
             shift = (window[0] // 2, window[1] // 2) if self.always_partition else window_shift(size, window)
             mask = None if self.adaptive else shifted_window_mask(size, window, shift, x.device)  # no edge on a torus

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from ..anchors.modules import Strided
-from ..shifts import convolve, roll
+from .roll import convolve, roll
+from .strided import Strided
 
 __all__ = ["embed"]
 

@@ -12,23 +12,23 @@ from torch.distributed.tensor import DTensor
 
 from .. import kernels
 
-__all__ = ["normed_taps", "product", "taps", "whole"]
+__all__ = ["gathered", "kernel_weights", "normed_kernel_weights", "product"]
 
 
-def whole(parameter: Tensor) -> Tensor:
+def gathered(parameter: Tensor) -> Tensor:
     """A parameter of another module as it is read here, in float32 at least: gathered, if it is sharded over processes
     (FSDP), for only its own module's forward finds it so."""
     parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     return parameter if parameter.dtype == torch.float64 else parameter.float()
 
 
-def taps(*weights: Tensor, repeats: int = 1) -> Tensor:
+def kernel_weights(*weights: Tensor, repeats: int = 1) -> Tensor:
     """Weights (C, 1, k, k) of n depthwise convolutions as kernels take them: (n, k, k, C), or so many times C."""
     several = torch.stack(weights) if len(weights) > 1 else weights[0][None]
     return several[:, :, 0].permute(0, 2, 3, 1).repeat(1, 1, 1, repeats)
 
 
-def normed_taps(convs: Sequence[nn.Conv2d], norms: Sequence[nn.BatchNorm2d]) -> Tensor:
+def normed_kernel_weights(convs: Sequence[nn.Conv2d], norms: Sequence[nn.BatchNorm2d]) -> Tensor:
     """Of n depthwise convolutions without bias, each with a norm behind it by what that has learnt: their taps, scaled,
     and what is added, (n, k k + 1, C) in float32."""
     names = "weight", "bias", "running_mean", "running_var"

@@ -1,20 +1,28 @@
-"""The residual stream: what layers add to tokens."""
+"""The residual stream: what layers add to tokens, and its norm."""
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import kernels
-from ..shifts import roll
+from .dispatch import op, product_dtype
+from .roll import roll
 
-__all__ = ["add_norm", "norm_ahead", "normed", "written"]
+__all__ = ["add_norm", "materialize", "norm_ahead", "normed"]
 
 
+def _fits(x: Tensor, update: Tensor, norm: nn.LayerNorm, origin: Tensor | None = None) -> bool:
+    return kernels.fits_add_norm(x, update, norm.weight)
+
+
+def _add_norm(x: Tensor, update: Tensor, norm: nn.LayerNorm, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return kernels.add_norm(x, update, norm.weight, norm.bias, norm.eps, product_dtype(x), origin)
+
+
+@op(kernel=_add_norm, fits=_fits)
 def add_norm(x: Tensor, update: Tensor, norm: nn.LayerNorm, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x + update, and its norm: (..., C) each, in one pass if a kernel fits. With ``origin`` (B, 2) in [0, side),
-    tokens x (B, H, W, C) are read from there on."""
-    if kernels.fits_add_norm(x, update, norm.weight):
-        return kernels.add_norm(x, update, norm.weight, norm.bias, norm.eps, kernels.product_dtype(x), origin)
+    """x + update, and its norm: (..., C) each. With ``origin`` (B, 2) in [0, side), tokens x (B, H, W, C) are read from
+    there on."""
     x = (x if origin is None else roll(x, origin, (1, 2), within=True)) + update
     return x, norm(x)
 
@@ -24,7 +32,7 @@ def norm_ahead(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
     with all that comes before, and take longer."""
     if not kernels.fits_add_norm(x, None, norm.weight):
         return None
-    return kernels.add_norm(x, None, norm.weight, norm.bias, norm.eps, kernels.product_dtype(x), None)[1]
+    return kernels.add_norm(x, None, norm.weight, norm.bias, norm.eps, product_dtype(x), None)[1]
 
 
 def normed(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
@@ -32,10 +40,10 @@ def normed(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
     gradient, or with sharded weights."""
     if torch.is_grad_enabled() or isinstance(norm.weight, DTensor):
         return None
-    return written(norm(x).to(kernels.product_dtype(x)))
+    return materialize(norm(x).to(product_dtype(x)))
 
 
-def written(x: Tensor) -> Tensor:
+def materialize(x: Tensor) -> Tensor:
     """x, for several kernels to read. A compiler that has put off the sum that x is would write it for each of them;
     what is asked for by its strides it writes once."""
     put_off = torch.compiler.is_compiling() and not torch.is_grad_enabled() and x.is_contiguous()

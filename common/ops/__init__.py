@@ -1,0 +1,43 @@
+"""Operations that have a kernel: each is its reference in plain torch, and one rule says when its kernel runs instead.
+
+A model or an anchor calls an operation and never asks where it runs. ``with reference():`` switches all kernels off.
+"""
+
+from .attention import attend, attend_in_windows, partition, reverse
+from .depthwise import depthwise, kernel_weights, project
+from .dispatch import op, product_dtype, reference
+from .embed import embed
+from .gelu import gelu
+from .merge import merge_patches, reduce_patches, reduction_dtype
+from .pooling import pool_heads, pool_maximum, with_positions
+from .residual import add_norm, materialize, norm_ahead, normed
+from .roll import begin_at, circular_pad, convolve, roll
+
+__all__ = [
+    "add_norm",
+    "attend",
+    "attend_in_windows",
+    "begin_at",
+    "circular_pad",
+    "convolve",
+    "depthwise",
+    "embed",
+    "gelu",
+    "kernel_weights",
+    "materialize",
+    "merge_patches",
+    "norm_ahead",
+    "normed",
+    "op",
+    "partition",
+    "pool_heads",
+    "pool_maximum",
+    "product_dtype",
+    "project",
+    "reduce_patches",
+    "reduction_dtype",
+    "reference",
+    "reverse",
+    "roll",
+    "with_positions",
+]

@@ -1,0 +1,42 @@
+"""The one rule by which an operation runs as a kernel or as its reference."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from ..kernels import base
+from ..kernels.base import product_dtype
+
+__all__ = ["op", "product_dtype", "reference"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Put a kernel beside a reference: ``kernel(...)`` where ``fits(...)`` holds, else the function itself.
+
+    All three take the same arguments. ``fits`` looks at everything that the kernel assumes. It reads shapes, types and
+    modes alone, so a compiler decides once, while it traces. The reference stays at hand as ``operation.reference``.
+    """
+
+    def beside(plain: Callable[P, T]) -> Callable[P, T]:
+        @wraps(plain)
+        def operation(*args: P.args, **kwargs: P.kwargs) -> T:
+            return kernel(*args, **kwargs) if fits(*args, **kwargs) else plain(*args, **kwargs)
+
+        operation.reference = plain  # type: ignore[attr-defined]
+        return operation
+
+    return beside
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Run every operation as its reference: to compare with, or to look inside."""
+    before, base.ENABLED = base.ENABLED, False
+    try:
+        yield
+    finally:
+        base.ENABLED = before
