@@ -20,7 +20,7 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.anchors.modules import Anchor, ConvAnchor, Ready, Score
+from common.anchors.modules import Anchor, ConvAnchor, Ready
 from common.kernels import depthwise_taps, fits_sketch, usable
 from common.models.activation import GELU
 from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
@@ -67,8 +67,8 @@ class KeyValueAnchor(Anchor):
     def offset(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d, fast: bool = False,
                normed: Tensor | None = None) -> Tensor:  # fmt: skip
         """``normed`` is ``norm`` of x, where it is known already."""
-        if not self.of_layer:
-            return self.of_tokens(x, Strided.of(key).stride, fast)
+        if not self.score.needs_layer:
+            return self.partition(x, Strided.of(key).stride, fast)
         with self.precision(x, fast):
             x = self.normed(x, norm, normed, fast).permute(0, 3, 1, 2)
             kernel = self.depthwise_rows(gathered(key.weight), gathered(value.weight)).to(x.dtype)
@@ -236,7 +236,7 @@ class CvT(Classifier):
         adaptive: anchor the convolutional embeddings and the strided keys and values.
         canonical: roll the image to its canonical place first, so that outputs are bit-identical under shifts.
         anchors: which anchors an adaptive model has.
-        score: how tokens count in an anchor, see ``common.anchors.Score``.
+        score: how tokens count in an anchor, see ``common.anchors.scores``.
         sketch: of how many random directions an anchor takes the energy; 0 is the paper's, of all channels.
     """
 
@@ -250,7 +250,7 @@ class CvT(Classifier):
                  drop_rate: float = 0.0, proj_drop_rate: float = 0.0, attn_drop_rate: float = 0.0,
                  drop_path_rate: float | tuple[float, ...] = 0.1, padding_mode: PaddingMode | None = None,
                  adaptive: bool = False, canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
-                 score: Score = "signed", sketch: int = 4) -> None:  # fmt: skip
+                 score: str = "signed", sketch: int = 4) -> None:  # fmt: skip
         strides = [math.prod(patch_strides[: i + 1]) for i in range(len(depths))]
         multiple = strides[-1] * (kv_stride if adaptive else 1)
         super().__init__(locals(), multiple=(multiple, multiple), anchors=ANCHORS)

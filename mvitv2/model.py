@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.anchors.modules import Anchor, ConvAnchor, Ready, Score, Taps, best_offset
+from common.anchors.modules import Anchor, ConvAnchor, Ready, Taps, best_offset
 from common.kernels import Pooled, fits_sketch, fits_token_scores, pooled_taps, usable
 from common.models.activation import GELU
 from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
@@ -199,8 +199,8 @@ class PoolAnchor(Anchor):
     def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False, normed: Tensor | None = None,
                known: Taps | None = None) -> Tensor:  # fmt: skip
         """``normed`` is ``norm1`` of x, and ``known`` what ``taps`` makes of the block, if that is done already."""
-        if not self.of_layer:
-            return self.of_tokens(x, (block.modulus, block.modulus), fast)
+        if not self.score.needs_layer:
+            return self.partition(x, (block.modulus, block.modulus), fast)
         attn, strides = block.attn, self.strides(block)
         pools = (attn.pool_q, attn.pool_k, attn.pool_v)
         with self.precision(x, fast):
@@ -232,7 +232,7 @@ class PoolAnchor(Anchor):
         """What is scored of these blocks, in one launch: in a compiled graph, where nothing is kept. ``normed`` are the
         first's tokens. Nothing if kernels do not take them all, or one pools by several strides."""
         strides, channels = [self.strides(block) for block in blocks], [block.attn.qkv.in_features for block in blocks]
-        one = self.of_layer and all(len(each) == 1 for each in strides) and torch.compiler.is_compiling()
+        one = self.score.needs_layer and all(len(each) == 1 for each in strides) and torch.compiler.is_compiling()
         once = all(fits_token_scores(normed, self.sketch, 3, 1, n) for n in channels)
         of = [(block.attn, each[0]) for block, each in zip(blocks, strides, strict=True)]
         return self._made(of, normed.dtype, True) if one and once else []
@@ -285,7 +285,7 @@ class MViTv2(Classifier):
         padding_mode: of all convolutions and pooling. None: ``circular`` if adaptive, else ``zeros``. The paper also
             trains its default models with ``circular``.
         anchors: which anchors an adaptive model has (the paper's ablation removes one at a time).
-        score: how tokens count in an anchor, see ``common.anchors.Score``.
+        score: how tokens count in an anchor, see ``common.anchors.scores``.
         sketch: of how many random directions an anchor takes the energy; 0 is the paper's, of all channels.
     """
 
@@ -297,7 +297,7 @@ class MViTv2(Classifier):
                  stride_q: tuple[int, ...] = (1, 2, 2, 2), stride_kv: int = 4, mlp_ratio: float = 4.0,
                  drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False, canonical: bool = True,
                  padding_mode: PaddingMode | None = None, anchors: tuple[str, ...] = ANCHORS,
-                 score: Score = "signed", sketch: int = 4) -> None:  # fmt: skip
+                 score: str = "signed", sketch: int = 4) -> None:  # fmt: skip
         if len(depths) != len(stride_q):
             raise ValueError(f"depths {depths} and stride_q {stride_q} must have one entry per stage each")
         strides = list(accumulate(stride_q, mul, initial=patch_stride))  # of the grids before, between and after stages

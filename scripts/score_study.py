@@ -17,7 +17,6 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from common.anchors import WindowAnchor
 from common.anchors.scoring import observed_scores
 from common.data.sources import load_data
 from common.data.splits import Split
@@ -42,10 +40,7 @@ SCORES: dict[str, dict[str, Any]] = {
     "signed": {"score": "signed", "sketch": 4},
     "fixed": {"score": "fixed"},
     "canonical": {"score": "canonical"},
-    "random": {"score": "random"},
-    "centred": {"score": "centred"},
-    "centred energy": {"score": "energy", "sketch": 0, "windows": "centred"},
-    "centred signed": {"score": "signed", "sketch": 4, "windows": "centred"},
+    "peak": {"score": "peak"},
 }
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "default": None,
@@ -67,15 +62,6 @@ class Study(Classification):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.places: list[Tensor] = []  # stages, images, 2: one per epoch
-
-    def build(self, classes: int) -> Any:
-        arguments = dict(self.recipe.model_args)
-        windows = arguments.pop("windows", None)
-        self.recipe = replace(self.recipe, model_args=arguments)
-        model: Any = super().build(classes)
-        if windows and getattr(model, "window_anchor", None) is not None:
-            model.window_anchor = WindowAnchor(score=windows)
-        return model
 
     def load(self) -> tuple[Split, Split]:
         train, test = splits(self.recipe.data)

@@ -17,7 +17,7 @@ from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from common.anchors.modules import MergeAnchor, Score
+from common.anchors.modules import MergeAnchor
 from common.models.activation import GELU
 from common.models.registry import defaults, register_model
 from common.models.windowed import ANCHORS, PatchEmbed, WindowedClassifier
@@ -150,7 +150,7 @@ class SwinV2(WindowedClassifier):
         adaptive: anchor tokens, windows and patch merging.
         canonical: roll the image to its canonical place first, so that outputs are bit-identical under shifts.
         anchors: which anchors an adaptive model has (the paper's ablation removes one at a time).
-        score: how tokens count in an anchor, see ``common.anchors.Score``.
+        score: how tokens count in an anchor, see ``common.anchors.scores``.
         sketch: of how many random directions an anchor takes the energy; 0 is the paper's, of all channels.
     """
 
@@ -163,7 +163,7 @@ class SwinV2(WindowedClassifier):
                  qkv_bias: bool = True, drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
                  attn_drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False,
                  canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
-                 score: Score = "signed", sketch: int = 4) -> None:  # fmt: skip
+                 score: str = "signed", sketch: int = 4) -> None:  # fmt: skip
         super().__init__(locals())
         self.patch_embed = PatchEmbed(patch_size=patch_size, in_chans=in_chans, dim=embed_dim)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)

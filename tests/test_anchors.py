@@ -5,7 +5,7 @@ import torch
 from conftest import ALL_PHASES, awkward_images
 from torch import Tensor, nn
 
-from common.anchors.modules import ConvAnchor, MergeAnchor, Score, WindowAnchor, best_offset, phase_scores, token_energy
+from common.anchors.modules import ConvAnchor, MergeAnchor, WindowAnchor, best_offset, phase_scores, token_energy
 from common.evaluation.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
 from common.models.upsample import unpool
 from common.ops import merge_patches
@@ -25,7 +25,7 @@ def image(size: tuple[int, int], channels: int = 3) -> Tensor:
     nn.Conv2d(3, 3, 3, stride=2, padding=1, groups=3, bias=False),
 ], ids=["patch", "k7p2", "k7p3", "depthwise"])  # fmt: skip
 @pytest.mark.parametrize("score", ["signed", "energy"])
-def test_strided_convolution_after_its_anchor(conv: nn.Conv2d, size: tuple[int, int], score: Score) -> None:
+def test_strided_convolution_after_its_anchor(conv: nn.Conv2d, size: tuple[int, int], score: str) -> None:
     circular = nn.Conv2d(conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding,
                          groups=conv.groups, bias=conv.bias is not None, padding_mode="circular").double()  # fmt: skip
     anchor = ConvAnchor(score=score)
@@ -81,7 +81,7 @@ def test_folded_layer_norm_scores_as_the_stock_merging_does() -> None:
 
 @pytest.mark.parametrize("size", [(28, 28), (28, 56), (7, 7), (14, 7), (7, 21)], ids=str)
 @pytest.mark.parametrize("score", ["signed", "energy"])
-def test_windows_after_their_anchor_hold_the_same_tokens(size: tuple[int, int], score: Score) -> None:
+def test_windows_after_their_anchor_hold_the_same_tokens(size: tuple[int, int], score: str) -> None:
     """A single window (7 x 7), and a single window on one axis, have no partition to choose: they must not tie."""
     anchor = WindowAnchor(score=score)
 
@@ -112,7 +112,7 @@ def test_signed_score_tells_a_token_from_its_negative() -> None:
     conv = nn.Conv2d(3, 8, 4, stride=4, bias=False).double()
     stripes = awkward_images(28)["stripes"].double()
 
-    def f(score: Score, x: Tensor) -> Tensor:
+    def f(score: str, x: Tensor) -> Tensor:
         return conv(ConvAnchor(score=score)(x, conv)[0]).mean((2, 3))  # rows are equal: any row offset will do
 
     assert_shift_equivariant(lambda x: f("signed", x), stripes, SHIFTS)
@@ -127,7 +127,7 @@ def test_windows_do_not_tie_where_the_papers_score_does(kind: str) -> None:
     if kind == "levelled norms":
         x = torch.nn.functional.normalize(torch.randn_like(x), dim=1)
 
-    def f(score: Score, x: Tensor) -> tuple[Tensor, Tensor]:
+    def f(score: str, x: Tensor) -> tuple[Tensor, Tensor]:
         x, offset = WindowAnchor(score=score)(x.permute(0, 2, 3, 1), (7, 7))
         return x.reshape(1, 2, 7, 2, 7, 3).permute(0, 1, 3, 2, 4, 5).flatten(3), offset
 

@@ -5,14 +5,15 @@ from .modules import (
     Anchor,
     ConvAnchor,
     MergeAnchor,
-    Score,
     WindowAnchor,
     best_offset,
     phase_scores,
     token_energy,
 )
+from .scores import SCORES, Score
 
 __all__ = [
+    "SCORES",
     "Anchor",
     "Canonical",
     "ConvAnchor",

@@ -26,7 +26,6 @@ from .canonical import Canonical
 from .scoring import (
     Anchor,
     Ready,
-    Score,
     Taps,
     best_offset,
     phase_scores,
@@ -41,7 +40,6 @@ __all__ = [
     "MergeWeights",
     "Merging",
     "Ready",
-    "Score",
     "Strided",
     "Taps",
     "WindowAnchor",
@@ -59,7 +57,7 @@ class ConvAnchor(Anchor):
     Shapes: x (B, C, H, W) -> rolled x, offsets (B, 2) in [0, stride).
     """
 
-    def __init__(self, *, score: Score = "signed", sketch: int = 0) -> None:
+    def __init__(self, *, score: str = "signed", sketch: int = 0) -> None:
         super().__init__(score=score, sketch=sketch)
         self.canonical = Canonical()
 
@@ -70,7 +68,7 @@ class ConvAnchor(Anchor):
     def packing(self, x: Tensor, conv: nn.Conv2d) -> torch.dtype | None:
         """The type in which an image is to be ``packed``, once for ``offset`` and in inference for the convolution too;
         None to leave it as it is."""
-        if not self.of_layer:
+        if not self.score.needs_layer:
             return None
         (k, _), (s, _), _ = Strided.of(conv)
         rows, half = min(self.sketch or len(conv.weight), len(conv.weight)), kernels.product_dtype(x)
@@ -85,7 +83,7 @@ class ConvAnchor(Anchor):
         """The best phase of x or, with ``at`` (B, 2) in [0, side), where the best phase of x rolled there begins in x:
         ``at`` and that phase, on the torus. ``sketched`` is what ``kernels.sketched`` makes of ``sketch_of``, where it
         is known already."""
-        if not self.of_layer:
+        if not self.score.needs_layer:
             return self._of_pixels(x, Strided.of(conv).stride, fast, at)
         with self.precision(x, fast):
             x, strided = self.cast(x, fast), Strided.of(conv)
@@ -102,11 +100,11 @@ class ConvAnchor(Anchor):
                                                 ready=ready), x)  # fmt: skip
 
     def _of_pixels(self, x: Tensor, stride: tuple[int, int], fast: bool, at: Tensor | None) -> Tensor:
-        if self.score in ("canonical", "centred") and at is not None:
+        if self.score.phase_of_place and at is not None:
             place = at if fast else self.canonical.offset(x)
             return place if fast else torch.stack([place[:, i] % s for i, s in enumerate(stride)], 1)
         x = x if at is None else roll(x, at, within=True)
-        offset = self.of_tokens(x.permute(0, 2, 3, 1), stride, fast)
+        offset = self.partition(x.permute(0, 2, 3, 1), stride, fast)
         return offset if at is None else self._beyond(at, offset, x)
 
     def _beyond(self, at: Tensor, offset: Tensor, x: Tensor) -> Tensor:
@@ -151,7 +149,7 @@ class ConvAnchor(Anchor):
         x = kernels.packed(x, half)
         weights = kernels.in_pieces(kernels.all_phases(weight.to(half), stride), x, stride, True)
         parts = kernels.image_phases(x, at, weights, bias, self.wave, k + stride - 1, stride, conv.padding[0])
-        return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), self.score == "signed", at, x.shape[3])
+        return kernels.best_phase(parts, stride, math.prod(x.shape[2:]), self.score.signed, at, x.shape[3])
 
 
 class MergeAnchor(Anchor):
@@ -167,7 +165,7 @@ class MergeAnchor(Anchor):
 
     zeros: Tensor
 
-    def __init__(self, *, score: Score = "signed", sketch: int = 0) -> None:
+    def __init__(self, *, score: str = "signed", sketch: int = 0) -> None:
         super().__init__(score=score, sketch=sketch)
         self.register_buffer("zeros", torch.zeros(64), persistent=False)  # what a norm would add to each output
 
@@ -180,8 +178,8 @@ class MergeAnchor(Anchor):
     def offset(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None, fast: bool = False,
                weights: MergeWeights | None = None) -> Tensor:  # fmt: skip
         """``weights`` are those of ``weights``, where they are known already."""
-        if not self.of_layer:
-            return self.of_tokens(x, (2, 2), fast)
+        if not self.score.needs_layer:
+            return self.partition(x, (2, 2), fast)
         with self.precision(x, fast):
             x = self.cast(x, fast)
             weights = weights or self.weights(x, [Merging(reduction, norm)])[0]

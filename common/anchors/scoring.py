@@ -7,7 +7,7 @@ before it, which is folded into its weights. Kernels do most of it where they ca
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +18,10 @@ from ..ops.merge import Fold
 from ..ops.strided import Strided
 from ..ops.weights import gathered, product
 from ..shifts import circular_pad
+from .scores import find_score
 
-__all__ = ["Anchor", "Ready", "Score", "Taps", "best_offset", "observed_scores", "phase_scores",
+__all__ = ["Anchor", "Ready", "Taps", "best_offset", "observed_scores", "phase_scores",
            "token_energy", "wide"]  # fmt: skip
-
-Score = Literal["signed", "energy", "fixed", "random", "canonical", "centred"]
-"""What an anchor looks at. ``energy`` and ``signed`` score the output of the layer behind it: ``energy`` by the paper's
-squared norm, ``signed`` with a little of one fixed direction, because energy cannot tell t from -t. The others need
-nothing of that layer: ``fixed`` scores the mean strength of what comes in, patch by patch, as windows are scored;
-``random`` the energy of four fixed random filters of a patch; ``canonical`` takes the phase of an image from its
-canonical place, and is ``fixed`` elsewhere."""
-OF_LAYERS = "signed", "energy"
 
 
 def phase_scores(energy: Tensor, stride: tuple[int, int]) -> Tensor:
@@ -63,10 +56,10 @@ def best_offset(scores: Tensor) -> Tensor:
     return torch.stack([best // scores.shape[2], best % scores.shape[2]], 1)
 
 
-def token_energy(t: Tensor, score: Score, dim: int) -> Tensor:
+def token_energy(t: Tensor, score: str, dim: int) -> Tensor:
     """|t|^2 over channels at ``dim`` or, for ``signed``, |t|^2 + 0.01 rms <r, t> with a fixed unit vector r."""
     energy = t.square().sum(dim)
-    if score == "signed":
+    if find_score(score).signed:
         shape = [1] * t.ndim
         shape[dim] = -1
         rms = wide(energy).mean((-2, -1), keepdim=True).sqrt()
@@ -96,27 +89,15 @@ class Anchor(nn.Module):
     wave: Tensor
     directions: Tensor
     window_weights: Tensor
-    filters: Tensor
 
-    def __init__(self, *, score: Score = "signed", sketch: int = 0) -> None:
+    def __init__(self, *, score: str = "signed", sketch: int = 0) -> None:
         super().__init__()
-        if score not in get_args(Score):
-            raise ValueError(f"unknown score {score!r}: choose one of {get_args(Score)}")
-        self.score: Score = score
-        self.sketch = sketch if score in OF_LAYERS else 0
-        place = torch.arange(4096, dtype=torch.float64)
-        uneven = torch.zeros_like(place) if score == "energy" else 0.1 * torch.sin(2 + 7.31 * place)
-        profile = 1 + uneven
-        if score == "centred":  # a bump per length of window, so that what is strong comes to its middle
-            length = torch.arange(1, 65, dtype=torch.float64)[:, None]
-            bump = torch.sin(torch.pi * (place[:64] + 0.5) / length).square() * 2
-            profile = torch.where(place[:64] < length, bump + uneven[:64], 0)
-        self.register_buffer("window_weights", profile.float(), persistent=False)
+        self.score = find_score(score)
+        self.sketch = sketch if self.score.needs_layer else 0
+        uneven = self.score.tie_break * torch.sin(2 + 7.31 * torch.arange(4096, dtype=torch.float64))
+        self.register_buffer("window_weights", (1 + uneven).float(), persistent=False)
         wave = _direction(4096, torch.ones(1, dtype=torch.float64)) * (4096 / 2) ** 0.5
         self.register_buffer("wave", wave.float(), persistent=False)  # kept: a sine per token and channel would be slow
-        if score == "random":
-            generator = torch.Generator().manual_seed(2024)
-            self.register_buffer("filters", torch.randn(4, 4096, 64, generator=generator), persistent=False)
         if self.sketch:
             generator = torch.Generator().manual_seed(2024)
             self.register_buffer("directions", torch.randn(sketch, 4096, generator=generator), persistent=False)
@@ -157,22 +138,6 @@ class Anchor(nn.Module):
         x = x if x.dtype == torch.float64 else x.float()
         return x.sum(-1), x.square().sum(-1), (x * self.wave[: x.shape[-1]].to(x)).sum(-1)
 
-    @property
-    def of_layer(self) -> bool:
-        """Whether the weights of the layer behind the anchor are scored."""
-        return self.score in OF_LAYERS
-
-    @torch.no_grad()
-    def of_tokens(self, x: Tensor, stride: tuple[int, int], fast: bool = False) -> Tensor:
-        """The best phase of tokens (B, H, W, C) by what they are, whatever layer comes behind: offsets (B, 2)."""
-        if self.score != "random":
-            return self.partition(x, stride, fast)
-        filters = self.filters[:, : x.shape[3], : stride[0] * stride[1]]
-        with self.precision(x, fast=False):
-            x = self.cast(x, fast=False).permute(0, 3, 1, 2)
-            t = at_every_position(x, filters.unflatten(2, stride).to(x), Strided(stride, stride, (0, 0)))
-            return best_offset(phase_scores(token_energy(t, "signed", 1), stride))
-
     def partition(self, x: Tensor, window: tuple[int, int], fast: bool, moments: Tensor | None = None) -> Tensor:
         """Offsets (B, 2) of the best partition of tokens (B, H, W, C) into windows: see ``WindowAnchor``."""
         with self.precision(x, fast=False):  # a sum of squares: nothing to gain from less than float32
@@ -181,15 +146,15 @@ class Anchor(nn.Module):
             _, square, toward = (t if fast else wide(t) for t in given)  # B, H, W each
             gain = self.gain(x)
             single = (x.shape[1] == window[0], x.shape[2] == window[1])
-            if self.score == "centred":
-                single = (False, False)
-            elif fast and kernels.fits_window_scores(square, window):
+            if fast and self.score.power == 2 and kernels.fits_window_scores(square, window):
                 return kernels.best_window(square, toward if gain else square, self.window_weights, list(window), gain)
             strength = square.sqrt() + gain * toward if gain else square.sqrt()
             if all(single):
                 return best_offset(strength)
             rows, columns = (self._window_mean(n, w, strength) for n, w in zip(x.shape[1:3], window, strict=True))
-            energy = (rows @ strength @ columns.T).square()  # v^2 of the window that starts at each token
+            v = rows @ strength @ columns.T  # of the window that starts at each token
+            power = self.score.power
+            energy = v.square() if power == 2 else (v / v.amax((1, 2), keepdim=True)).pow(power)  # v is positive
             if not any(single):
                 return best_offset(phase_scores(energy, window))
             # one axis alone is a single window: its strongest line, and the best partition of the other axis
@@ -199,14 +164,13 @@ class Anchor(nn.Module):
 
     def gain(self, x: Tensor) -> float:
         """How much of the fixed direction counts beside a token's norm."""
-        return 0.0 if self.score == "energy" else 0.1 * (2.0 / x.shape[-1]) ** 0.5
+        return self.score.tie_break * (2.0 / x.shape[-1]) ** 0.5
 
     def _window_mean(self, n: int, window: int, like: Tensor) -> Tensor:
-        """(n, n) matrix that takes the mean, slightly uneven but for ``energy``, of ``window`` places from each on."""
+        """(n, n) matrix that takes the mean, slightly uneven to break ties, of ``window`` places from each on."""
         place = torch.arange(n, device=like.device)
         ahead = (place - place[:, None]) % n
-        profile = self.window_weights[window - 1] if self.score == "centred" else self.window_weights
-        return torch.where(ahead < window, profile[ahead.clamp(max=window - 1)].to(like) / window, 0)
+        return torch.where(ahead < window, self.window_weights[ahead.clamp(max=window - 1)].to(like) / window, 0)
 
     def precision(self, x: Tensor, fast: bool) -> AbstractContextManager[Any]:
         return nullcontext() if fast else torch.autocast(x.device.type, enabled=False)
@@ -239,7 +203,7 @@ class Anchor(nn.Module):
         if fast and kernels.fits_token_kernel(x, weight, conv.stride):
             energy, toward = self._by_kernel(x, weight, conv, bias, fold, ready).double().sum(1).unbind(1)
             rms = (energy.sum((1, 2), keepdim=True) / math.prod(x.shape[2:])).sqrt()
-            return energy if self.score == "energy" else energy + 0.01 * rms * toward
+            return energy + 0.01 * rms * toward if self.score.signed else energy
         t = at_every_position(x, weight, conv, None if bias is None else bias.to(weight.dtype))
         t = t if t.dtype == torch.float64 else t.float()
         if fold is not None:
@@ -249,13 +213,13 @@ class Anchor(nn.Module):
             mean, square = F.avg_pool2d(moments, 2, stride=1).div(x.shape[1]).split(1, 1)
             inverse_std = (square - mean.square()).clamp_min(0).add(fold.eps).rsqrt()
             t = (t - mean * fold.sums.view(1, -1, 1, 1)) * inverse_std + fold.constant.view(1, -1, 1, 1)
-        return phase_scores(token_energy(t, self.score, 1), conv.stride)
+        return phase_scores(token_energy(t, self.score.name, 1), conv.stride)
 
     def _by_kernel(self, x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None, fold: Fold | None, ready: Ready,
                    choose: bool = False) -> Tensor:  # fmt: skip
         """Energy and direction per phase: partial sums (B, parts, 2, s, s), by one kernel or by a product and one. Or
         the best phase (B, 2)."""
-        tokens, channels, stride, signed = x.permute(0, 2, 3, 1), x.shape[1], conv.stride[0], self.score == "signed"
+        tokens, channels, stride, signed = x.permute(0, 2, 3, 1), x.shape[1], conv.stride[0], self.score.signed
         colsum, total, square, eps = None, None, None, 0.0
         once = kernels.fits_token_scores(tokens, len(weight), conv.kernel[0], conv.padding[0])
         if fold is not None and (ready is None or not once):
@@ -286,7 +250,7 @@ class Anchor(nn.Module):
         return taps, constant
 
     def extra_repr(self) -> str:
-        return f"score={self.score!r}, sketch={self.sketch}"
+        return f"score={self.score.name!r}, sketch={self.sketch}"
 
 
 def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None) -> Tensor:

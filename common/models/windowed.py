@@ -84,7 +84,7 @@ class WindowedClassifier(Classifier):
         """Where the first stage's windows begin, the mergings of stages 1..last behind the canonical anchor, and what
         their anchor makes of their weights: where it is not kept, in a compiled graph, both in one launch."""
         offset, made, mergings, merge = None, None, [], self.merge_anchor if self.canonical else None
-        merge = merge if merge is not None and merge.of_layer else None
+        merge = merge if merge is not None and merge.score.needs_layer else None
         if merge is not None:
             downsamples: list[Any] = [stage.downsample for stage in self.layers[1 : last + 1]]
             mergings = [downsample.merging(x) for downsample in downsamples]

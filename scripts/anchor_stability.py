@@ -1,0 +1,63 @@
+"""How often does an anchor stay with the content of an image under a standard shift, where new pixels come in?
+
+python scripts/anchor_stability.py --data DIR --images 500 --sizes 32 224
+
+No model is trained: the patch embeddings have fresh weights, the same for all scores. Each image is shifted with zeros
+by up to an eighth of its side; an anchor that follows the content picks the phase that moved along. Circular shifts
+always do. What is left to chance is 1 / stride^2.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from common.anchors import SCORES, ConvAnchor
+from common.data import Preprocess, load_data
+from common.evaluation.tables import format_table, write_json
+from common.shifts import random_shifts, standard_shift
+
+
+@torch.no_grad()
+def stability(anchor: ConvAnchor, conv: nn.Conv2d, images: Tensor, pairs: int) -> float:
+    """Percent of (image, shift) pairs whose phase moves with the content."""
+    stride, reach, index = conv.stride[0], images.shape[2] // 8, torch.arange(len(images), device=images.device)
+    begin = torch.zeros(len(images), 2, dtype=torch.long, device=images.device)
+    before, kept = anchor.offset(images, conv, at=begin) % stride, 0
+    for pair in range(pairs):
+        shift = random_shifts(index, (-reach, -reach), (reach, reach), pair)
+        after = anchor.offset(standard_shift(images, shift), conv, at=begin) % stride
+        kept += int((after == (before + shift) % stride).all(1).sum())
+    return 100 * kept / (pairs * len(images))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
+    parser.add_argument("--images", type=int, default=500)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32])
+    parser.add_argument("--strides", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--pairs", type=int, default=4, help="shifts of each image")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="file to write the table to")
+    args = parser.parse_args()
+    pixels = load_data(args.data)[1].head(args.images).images.to(args.device)  # type: ignore[attr-defined]
+    rows = []
+    for size in args.sizes:
+        images = Preprocess(size=(size, size)).evaluate(pixels)
+        for stride in args.strides:
+            torch.manual_seed(0)
+            conv = nn.Conv2d(3, 64, stride, stride).to(args.device)
+            row: dict[str, object] = {"side": size, "stride": stride, "chance": round(100 / stride**2, 1)}
+            for name in tqdm(SCORES, desc=f"{size} px, stride {stride}", leave=False):
+                row[name] = round(stability(ConvAnchor(score=name).to(args.device), conv, images, args.pairs), 1)
+            rows.append(row)
+    print(format_table(rows))
+    if args.json:
+        write_json(args.json, {"data": args.data, "images": len(pixels), "pairs": args.pairs, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The family of scores: whatever an anchor looks at, the model stays exact. Users would lose the point of the project."""
+
+import pytest
+import torch
+from conftest import awkward_images, randomize
+
+from common.anchors import SCORES, Score, WindowAnchor
+from common.anchors.scoring import observed_scores
+from common.evaluation.equivariance import assert_shift_equivariant, shift_error
+from common.models.registry import create_model, list_models
+
+MICRO = list_models("a_*_micro", exclude_filters="upernet_*")
+SHIFTS = [(1, 0), (0, 1), (2, 3), (-7, 13), (17, 101)]
+TIES = {"two identical objects", "two identical objects, half a patch apart"}
+"""Sums over tokens are equal for two arrangements that differ: only what tells places apart does not tie."""
+
+
+@pytest.mark.parametrize("name", MICRO)
+@pytest.mark.parametrize("score", SCORES)
+def test_every_score_is_exact(name: str, score: str) -> None:
+    """float64, canonical anchor off: the error is rounding. With it, in float32, the same bits."""
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    assert_shift_equivariant(randomize(create_model(name, score=score, canonical=False)).double().eval(), x, SHIFTS)
+    model = randomize(create_model(name, score=score)).eval()
+    with torch.no_grad():
+        assert all(torch.equal(model(x.float()), model(x.float().roll(shift, (2, 3)))) for shift in SHIFTS)
+
+
+@pytest.mark.parametrize("name", MICRO)
+@pytest.mark.parametrize("score", ["fixed", "peak", "canonical"])
+def test_ties_are_broken_without_the_layer(name: str, score: str) -> None:
+    model = randomize(create_model(name, score=score, canonical=False)).double().eval()
+    for kind, x in awkward_images(32).items():
+        if kind not in TIES:
+            assert_shift_equivariant(model, x.double(), [(1, 0), (2, 3), (-7, 13)])
+
+
+def test_the_papers_score_ties_and_says_so() -> None:
+    """The negative control: else the test above would show nothing."""
+    model = randomize(create_model("a_swin_micro", score="energy", sketch=0, canonical=False)).double().eval()
+    assert shift_error(model, awkward_images(32)["one bright pixel"].double(), (1, 0)) > 1e-3
+
+
+def test_an_unknown_score_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="unknown score 'loudest': choose one of .*energy.*peak"):
+        create_model("a_swin_micro", score="loudest")
+
+
+def test_a_new_score_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All anchors of all models take it at once, and none of its parts is lost on the way."""
+    monkeypatch.setitem(SCORES, "fourth power", Score("fourth power", power=4))
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    for name in MICRO:
+        model = randomize(create_model(name, score="fourth power", canonical=False)).double().eval()
+        assert_shift_equivariant(model, x, SHIFTS[:3])
+    tokens = torch.randn(4, 8, 8, 16, dtype=torch.float64)
+    with observed_scores() as tables:
+        WindowAnchor(score="fourth power").offset(tokens, (4, 4))
+        WindowAnchor(score="fixed").offset(tokens, (4, 4))
+    assert not torch.allclose(tables[0] / tables[0].amax(), tables[1] / tables[1].amax())
+
+
+@torch.no_grad()
+def test_the_strongest_patch_decides_a_peak() -> None:
+    """Noise all over does not move the phase that one bright patch asks for."""
+    x = torch.rand(8, 16, 16, 3, dtype=torch.float64)
+    x[:, 5:7, 9:11] = 4.0
+    assert WindowAnchor(score="peak").offset(x, (2, 2)).tolist() == [[1, 1]] * 8
