@@ -183,10 +183,12 @@ def summary(directory: Path) -> list[dict[str, Any]]:
                 continue
             row: dict[str, Any] = {"family": family, "variant": variant, "seeds": len(runs)}
             for key in ("top1", "c_cons", "s_cons", "top1_off", "c_cons_off", "moved_early", "moved_late",
-                        "gap_float32", "gap_1%_float32", "gap_bf16", "gap_1%_bf16", "train_seconds"):  # fmt: skip
+                        "gap_float32", "gap_1%_float32", "gap_bf16", "gap_1%_bf16"):  # fmt: skip
                 values = [run[key] for run in runs if run.get(key) is not None]
-                if values:
-                    row[key] = round(statistics.mean(values), 2) if "gap" not in key else statistics.mean(values)
+                if values and key.startswith("gap"):  # in millionths of the best score
+                    row[f"{key}_ppm"] = round(1e6 * statistics.mean(values), 2)
+                elif values:
+                    row[key] = round(statistics.mean(values), 2)
                 if key == "top1":
                     row["deviation"] = round(statistics.stdev(values), 2) if len(values) > 1 else None
             rows.append(row)
@@ -230,7 +232,10 @@ def main() -> None:
     rows = summary(args.output_dir)
     print(format_table(rows))
     if args.json:
-        write_json(args.json, {"recipe": RECIPE.settings(), "epochs": args.epochs, "rows": rows})
+        write_json(
+            args.json,
+            {"recipe": RECIPE.settings() | {"epochs": args.epochs, "warmup_epochs": args.epochs / 8}, "rows": rows},
+        )
 
 
 if __name__ == "__main__":
