@@ -7,7 +7,7 @@ python scripts/benchmark.py --preset modules --models swin_micro a_swin_micro --
 Presets: ``throughput``, ``modules`` and ``memory`` are the paper's tables throughput_inference, runtime_modules and
 supp_memory; ``scaling`` is the time per pixel at one, two and four times the side, images per batch fewer accordingly;
 ``speed`` is adaptive against default and against the best of timm and transformers. Flags override a preset's setting,
-``--models`` its models. Options of a contender follow its name: see ``common.evaluation.benchmark``.
+``--models`` its models. Options of a contender follow its name: see ``common.evaluation.contenders``.
 """
 
 import argparse
@@ -21,16 +21,10 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from common.evaluation.benchmark import (
-    COMPILE_MODES,
-    MODES,
-    PRECISIONS,
-    Setting,
-    benchmark,
-    benchmark_modules,
-    build,
-    environment,
-)
+from common.evaluation.benchmark import benchmark
+from common.evaluation.benchmark_modules import benchmark_modules
+from common.evaluation.contenders import COMPILE_MODES, MODES, PRECISIONS, Setting, build
+from common.evaluation.profiling import environment
 from common.evaluation.tables import format_table, write_json
 
 FAMILIES = {  # default, adaptive, peers

@@ -12,17 +12,9 @@ import timm
 import torch
 
 from common import create_model, list_models
-from common.evaluation.benchmark import (
-    Contender,
-    Setting,
-    benchmark,
-    benchmark_modules,
-    build,
-    compare,
-    module_calls,
-    parse,
-    race,
-)
+from common.evaluation.benchmark import benchmark, compare, race
+from common.evaluation.benchmark_modules import benchmark_modules, module_calls
+from common.evaluation.contenders import Contender, Setting, build, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "benchmark.py"))
