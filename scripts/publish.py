@@ -34,17 +34,9 @@ from common.evaluation.equivariance import assert_shift_equivariant, dense, inva
 from common.evaluation.evaluate import evaluate
 from common.evaluation.tables import format_table, write_json
 from common.models.hub import WEIGHTS_NAME, resolve_file, upload_directory
-from common.publishing.cards import (
-    CARD_NAME,
-    FILES,
-    RESULTS_NAME,
-    digests,
-    entry,
-    measured,
-    model_card,
-    public_results,
-    read_results,
-)
+from common.publishing.cards import CARD_NAME, model_card
+from common.publishing.manifest import FILES, digests, entry
+from common.publishing.results import RESULTS_NAME, measured, public_results, read_results
 from segmentation import UperNet
 from segmentation.data import load_scenes
 from segmentation.evaluation import evaluate as evaluate_scenes

@@ -26,6 +26,8 @@ from common.data.sources import load_data
 from common.data.splits import Encoded
 from common.models.registry import PACKAGES
 from common.publishing import cards
+from common.publishing import manifest as manifests
+from common.publishing.results import measured, package_of, public_results, recipes_of
 from common.training.recipe import parse_command_line
 from segmentation.data import EncodedScenes, Labelling
 
@@ -59,7 +61,7 @@ def run(tmp_path: Path) -> Path:
 def make_run(name: str, target: Path) -> Path:
     (source,) = (path for path in CHECKPOINTS if path.name == name)
     target.mkdir(parents=True)
-    for file in cards.FILES:
+    for file in manifests.FILES:
         shutil.copyfile(source / file, target / file)
     (target / "results.json").write_text(json.dumps(results_of(source)))
     (target / "log.jsonl").write_text("{}\n")  # stays at home
@@ -74,26 +76,27 @@ def edit(path: Path, **changes: Any) -> None:
 
 
 def test_cards_and_manifests_are_up_to_date() -> None:
-    """Else a card shows numbers of an older run: ``python -m common.cards`` writes them anew."""
-    cards.main(["--check"])
+    """Else a card shows numbers of an older run: ``python -m common.publishing.manifest`` writes them anew."""
+    manifests.main(["--check"])
 
 
 def test_an_old_card_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above must be able to fail."""
-    monkeypatch.setattr(cards, "ROOT", tmp_path)
+    for module in (cards, manifests):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
     for folder in ("swin/checkpoints/a_swin_micro", "results"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for package in MANIFESTS:
         (tmp_path / package / "checkpoints").mkdir(parents=True, exist_ok=True)
-    cards.main([])
-    cards.main(["--check"])
+    manifests.main([])
+    manifests.main(["--check"])
     path = tmp_path / "results" / "swin_digits.json"
     edit(path, top1=12.34)
     with pytest.raises(SystemExit, match="out of date: swin/checkpoints/a_swin_micro/README.md, .*manifest.json"):
-        cards.main(["--check"])
+        manifests.main(["--check"])
     path.unlink()
     with pytest.raises(ValueError, match="no file in results/ tells how swin/checkpoints/a_swin_micro was trained"):
-        cards.main(["--check"])
+        manifests.main(["--check"])
 
 
 def test_manifests_name_the_files_that_are_there() -> None:
@@ -111,7 +114,7 @@ def test_manifests_name_the_files_that_are_there() -> None:
 def test_manifests_claim_nothing_for_models_that_nobody_trained() -> None:
     """An entry with numbers but without a run would be a made-up result."""
     listed = entries()
-    for package, recipes in ((package, cards._recipes(package)) for package in MANIFESTS):
+    for package, recipes in ((package, recipes_of(package)) for package in MANIFESTS):
         rows = {model["recipe"] for folder, model in listed if folder == package}
         assert rows >= {name for name, recipe in recipes.items() if recipe.target}
     for _, model in listed:
@@ -130,7 +133,7 @@ def test_the_command_of_a_manifest_makes_its_model(package: str, model: dict[str
     words = shlex.split(model["command"])
     assert words[:2] == ["accelerate", "launch"]
     assert (ROOT / words[2]).is_file()
-    recipes = cards._recipes(package)
+    recipes = recipes_of(package)
     if words[2].endswith("reproduce.py"):
         assert words[3:] == ["--rows", model["recipe"]]
         assert recipes[model["recipe"]].model == model["model"]
@@ -163,19 +166,19 @@ def numbers(text: str) -> set[str]:
     return set(re.findall(r"\d+\.\d+", text))
 
 
-@pytest.mark.parametrize("results", [run for _, run in cards._runs()], ids=[path.stem for path, _ in cards._runs()])
+@pytest.mark.parametrize(
+    "results", [run for _, run in manifests.training_runs()], ids=[path.stem for path, _ in manifests.training_runs()]
+)
 def test_no_number_of_a_card_is_made_up(results: dict[str, Any]) -> None:
     """Every decimal number stands in the results file or, as the paper's, in the recipe."""
     with torch.device("meta"):
         model = create_model(results["model"], **results["settings"]["model_args"])
     card = cards.model_card(model, results, source="team/model")
-    recipe = cards._recipes(cards._package(results["model"])).get(results["recipe"])
+    recipe = recipes_of(package_of(results["model"])).get(results["recipe"])
     target = dict(recipe.target) if recipe is not None and recipe.model == results["model"] else {}
-    known = numbers(json.dumps(results)) | {
-        f"{value:.2f}" for value in (*cards.measured(results).values(), *target.values())
-    }
-    known |= {str(round(value, 2)) for value in cards.measured(results).values()}
-    assert cards.measured(results)
+    known = numbers(json.dumps(results)) | {f"{value:.2f}" for value in (*measured(results).values(), *target.values())}
+    known |= {str(round(value, 2)) for value in measured(results).values()}
+    assert measured(results)
     assert numbers(card) <= known
     for metric, value in target.items():
         assert re.search(rf"\| +{results[metric]:.2f} \| +{value:.2f} \|", card), f"{metric}: ours beside the paper's"
@@ -206,7 +209,7 @@ def test_the_hub_understands_a_card() -> None:
     assert "@inproceedings" in text
     assert 'source = "team/a_swin_tiny_cifar10"' in text
     assert "secret" not in text
-    assert "secret" not in json.dumps(cards.public_results(results))
+    assert "secret" not in json.dumps(public_results(results))
 
 
 # checks
@@ -408,9 +411,9 @@ def test_what_is_published_comes_back_to_the_bit(hub: HubServer, run: Path, tmp_
     assert (entered["published"], entered["hub_id"], entered["revision"]) == (True, "team/published", oid)
     assert entered["sha256"]["model.safetensors"] == files["model.safetensors"].sha256
     edit(run / "results.json", epochs=1)
-    publish.record(manifest, cards.entry(json.loads((run / "results.json").read_text()), published=True, sha256={},
-                                         hub_id="team/another"))  # fmt: skip
-    anew = {model["name"]: model for model in cards.manifest("swin", json.loads(manifest.read_text()))["models"]}
+    publish.record(manifest, manifests.entry(json.loads((run / "results.json").read_text()), published=True, sha256={},
+                                             hub_id="team/another"))  # fmt: skip
+    anew = {model["name"]: model for model in manifests.manifest("swin", json.loads(manifest.read_text()))["models"]}
     assert anew["a_swin_micro"] == entered  # what was published stays so
     assert anew["another"]["path"] is None  # and takes no other model's place
 

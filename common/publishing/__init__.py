@@ -1,1 +1,1 @@
-"""Publishing: model cards, converters, export."""
+"""Publishing: model cards, manifests, converters, export."""
