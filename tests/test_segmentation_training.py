@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from PIL import Image
 from safetensors.torch import load_file
-from test_segmentation import scene, write_parquet
+from segmentation_helpers import scene, write_parquet
 from torch import Tensor
 
 from common import create_model
