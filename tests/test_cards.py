@@ -1,0 +1,162 @@
+"""Cards and manifests say what runs measured, and name the files that are there."""
+
+import hashlib
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from huggingface_hub import ModelCard
+from publishing_helpers import CHECKPOINTS, MANIFESTS, edit
+
+from common import create_model
+from common.publishing import cards
+from common.publishing import manifest as manifests
+from common.publishing.results import measured, package_of, public_results, recipes_of
+from common.training.recipe import parse_command_line
+
+
+def entries() -> list[tuple[str, dict[str, Any]]]:
+    return [(package, model) for package, path in MANIFESTS.items() for model in json.loads(path.read_text())["models"]]
+
+
+def test_cards_and_manifests_are_up_to_date() -> None:
+    """Else a card shows numbers of an older run: ``python -m common.publishing.manifest`` writes them anew."""
+    manifests.main(["--check"])
+
+
+def test_an_old_card_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above must be able to fail."""
+    for module in (cards, manifests):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    for folder in ("swin/checkpoints/a_swin_micro", "results"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for package in MANIFESTS:
+        (tmp_path / package / "checkpoints").mkdir(parents=True, exist_ok=True)
+    manifests.main([])
+    manifests.main(["--check"])
+    path = tmp_path / "results" / "swin_digits.json"
+    edit(path, top1=12.34)
+    with pytest.raises(SystemExit, match="out of date: swin/checkpoints/a_swin_micro/README.md, .*manifest.json"):
+        manifests.main(["--check"])
+    path.unlink()
+    with pytest.raises(ValueError, match="no file in results/ tells how swin/checkpoints/a_swin_micro was trained"):
+        manifests.main(["--check"])
+
+
+def test_manifests_name_the_files_that_are_there() -> None:
+    """A sum that does not fit means that the checkpoint is not the one whose metrics are stated."""
+    embedded = {model["path"]: model for _, model in entries() if model["path"]}
+    assert set(embedded) == {path.relative_to(ROOT).as_posix() for path in CHECKPOINTS}
+    for path, model in embedded.items():
+        assert set(model["sha256"]) == {"config.json", "model.safetensors", "preprocessor_config.json"}
+        for name, digest in model["sha256"].items():
+            assert hashlib.sha256((ROOT / path / name).read_bytes()).hexdigest() == digest, f"{path}/{name}"
+        stated = json.loads((ROOT / model["results"]).read_text())
+        assert {metric: round(stated[metric], 2) for metric in model["metrics"]} == model["metrics"]
+
+
+def test_manifests_claim_nothing_for_models_that_nobody_trained() -> None:
+    """An entry with numbers but without a run would be a made-up result."""
+    listed = entries()
+    for package, recipes in ((package, recipes_of(package)) for package in MANIFESTS):
+        rows = {model["recipe"] for folder, model in listed if folder == package}
+        assert rows >= {name for name, recipe in recipes.items() if recipe.target}
+    for _, model in listed:
+        if model["status"] == "not trained":
+            assert model["metrics"] is model["sha256"] is model["results"] is model["hub_id"] is None
+        elif not model["published"]:  # where a published model's results are
+            assert (ROOT / model["results"]).is_file()
+        assert model["published"] == (model["hub_id"] is not None) == (model["revision"] is not None)
+
+
+@pytest.mark.parametrize(
+    ("package", "model"), entries(), ids=lambda value: value["name"] if isinstance(value, dict) else ""
+)
+def test_the_command_of_a_manifest_makes_its_model(package: str, model: dict[str, Any]) -> None:
+    """Who copies it trains the model whose metrics stand beside it, setting by setting."""
+    words = shlex.split(model["command"])
+    assert words[:2] == ["accelerate", "launch"]
+    assert (ROOT / words[2]).is_file()
+    recipes = recipes_of(package)
+    if words[2].endswith("reproduce.py"):
+        assert words[3:] == ["--rows", model["recipe"]]
+        assert recipes[model["recipe"]].model == model["model"]
+        return
+    _, recipe, options = parse_command_line(recipes, "digits", words[3:])
+    if model["results"] is None:
+        assert model["published"]
+        return
+    stated = json.loads((ROOT / model["results"]).read_text())
+    settings = json.loads(json.dumps(recipe.settings()))
+    for key, value in stated["settings"].items():
+        if key != "data":  # a folder then, the Hub's id now
+            assert settings[key] == value, key
+    assert (options.mixed_precision or "no") == stated["precision"]
+
+
+@pytest.mark.parametrize("directory", CHECKPOINTS, ids=lambda path: path.name)
+def test_the_snippet_of_a_card_runs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the first thing that people copy."""
+    text = (directory / "README.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    monkeypatch.chdir(ROOT)
+    scope: dict[str, Any] = {}
+    exec(snippet, scope)
+    assert scope["labels"].shape[0] == len(scope["images"])
+    assert ("assert torch.equal" in snippet) == scope["model"].adaptive
+
+
+def numbers(text: str) -> set[str]:
+    return set(re.findall(r"\d+\.\d+", text))
+
+
+@pytest.mark.parametrize(
+    "results", [run for _, run in manifests.training_runs()], ids=[path.stem for path, _ in manifests.training_runs()]
+)
+def test_no_number_of_a_card_is_made_up(results: dict[str, Any]) -> None:
+    """Every decimal number stands in the results file or, as the paper's, in the recipe."""
+    with torch.device("meta"):
+        model = create_model(results["model"], **results["settings"]["model_args"])
+    card = cards.model_card(model, results, source="team/model")
+    recipe = recipes_of(package_of(results["model"])).get(results["recipe"])
+    target = dict(recipe.target) if recipe is not None and recipe.model == results["model"] else {}
+    known = numbers(json.dumps(results)) | {f"{value:.2f}" for value in (*measured(results).values(), *target.values())}
+    known |= {str(round(value, 2)) for value in measured(results).values()}
+    assert measured(results)
+    assert numbers(card) <= known
+    for metric, value in target.items():
+        assert re.search(rf"\| +{results[metric]:.2f} \| +{value:.2f} \|", card), f"{metric}: ours beside the paper's"
+
+
+def test_the_hub_understands_a_card() -> None:
+    """Licence, task, data and results show on the model's page only if its metadata say them the Hub's way."""
+    results = json.loads((ROOT / "results" / "swin_cifar10_30ep_adaptive.json").read_text())
+    results["settings"]["data"] = "/home/somebody/secret/cifar10"
+    with torch.device("meta"):
+        model = create_model("a_swin_tiny", num_classes=10)
+    text = cards.model_card(model, results, source="team/a_swin_tiny_cifar10")
+    data = ModelCard(text).data
+    assert (data.license, data.library_name, data.pipeline_tag) == (
+        "mit",
+        "shift-equivariant-vits",
+        "image-classification",
+    )
+    assert data.datasets == ["uoft-cs/cifar10"]
+    assert {"swin", "shift-equivariance", "adaptive"} <= set(data.tags)
+    assert {(r.metric_type, r.metric_value, r.dataset_type, r.dataset_split) for r in data.eval_results} == {
+        ("accuracy", 72.94, "uoft-cs/cifar10", "test"),
+        ("c_cons", 100.0, "uoft-cs/cifar10", "test"),
+        ("s_cons", 73.53, "uoft-cs/cifar10", "test"),
+    }
+    assert "This run is not the paper's: epochs 30 instead of 100, batch size 256 instead of 96." in text
+    assert "multiples of 224 px" in text
+    assert "@inproceedings" in text
+    assert 'source = "team/a_swin_tiny_cifar10"' in text
+    assert "secret" not in text
+    assert "secret" not in json.dumps(public_results(results))
