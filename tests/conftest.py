@@ -32,8 +32,15 @@ interpreted = pytest.mark.interpreted
 """Kernels against their torch forms, in Triton's interpreter: run by ``test_interpreter.py``."""
 
 
+WEIGHTS_OF_MERGINGS = ("test_weights_of_a_merging", "test_weights_of_several_mergings", "test_windows_beside_weights")
+"""Tests of test_merging.py that want ``as_on_gpu("weights")``, until they carry the mark themselves."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_interpreter.py")  # the longest first: none is left for the end
+    for item in items:
+        if getattr(item, "originalname", None) in WEIGHTS_OF_MERGINGS:
+            item.add_marker(pytest.mark.as_on_gpu("weights"))
     if not kernels.INTERPRETED:
         for item in items:
             if item.get_closest_marker("interpreted"):
@@ -43,11 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """For an interpreter, which takes as long for a short program as for a long one: images are read, and weights of
-    anchors mixed, in few, but where just that is tested."""
-    if kernels.INTERPRETED and request.path.stem != "test_patches":
+    anchors mixed, in few, but where a test is marked ``as_on_gpu("images")`` or ``as_on_gpu("weights")``."""
+    if not kernels.INTERPRETED:
+        return
+    real = {what for mark in request.node.iter_markers("as_on_gpu") for what in mark.args}
+    if "images" not in real:
         for how in (kernels.patches.TOKENS, kernels.patches.PHASES):
             monkeypatch.setitem(how, "programs", 4)
-    if kernels.INTERPRETED and request.path.stem != "test_sketching" and "weights" not in request.node.name:
+    if "weights" not in real:
         for module, name in (
             (kernels.sketching, "COLUMNS"),
             (kernels.sketching, "POOLED"),

@@ -206,6 +206,7 @@ def test_images_are_packed_as_they_are_read(monkeypatch: pytest.MonkeyPatch, cha
 
 
 @interpreted
+@pytest.mark.as_on_gpu("weights")
 @pytest.mark.parametrize(("size", "rows"), [((12, 20), 4), ((7, 130), 6)])
 def test_weights_are_mixed_meanwhile(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], rows: int) -> None:
     """By programs beside those that choose: the same combinations, and the same places."""

@@ -13,6 +13,8 @@ from common.anchors.modules import ConvAnchor, WindowAnchor
 from common.ops import embed
 from common.shifts import roll
 
+pytestmark = pytest.mark.as_on_gpu("images")
+
 
 @interpreted
 @pytest.mark.parametrize(("kernel", "padding", "score", "sketch"), [

@@ -13,6 +13,8 @@ from common.ops.merge import Merging
 from cvt.model import KeyValueAnchor
 from mvitv2.model import PoolAnchor, PoolingAttention
 
+pytestmark = pytest.mark.as_on_gpu("weights")
+
 
 @interpreted
 @pytest.mark.parametrize(
