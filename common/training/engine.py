@@ -29,6 +29,7 @@ from ..evaluation.plots import plot_curves
 from ..evaluation.tables import format_table, write_json
 from ..models.hub import HubModel
 from .checkpoints import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
+from .guard import FiniteGuard
 from .recipe import BaseRecipe, RunOptions, parse_command_line
 from .task import Classification, Task
 
@@ -90,6 +91,7 @@ def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] =
     accelerator.print(f"{total:,} steps of {recipe.batch_size} images, {steps_per_epoch:,} an epoch; {lr}")
 
     def save() -> Path:
+        guard.check(progress, written)
         path = save_checkpoint(accelerator, output / "checkpoints", progress, identity, options.checkpoints_total_limit)
         saved.restart()
         return path
@@ -105,6 +107,7 @@ def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] =
         return ema.module.state_dict() if ema is not None else accelerator.get_state_dict(model)
 
     def finish_epoch() -> dict[str, Any]:
+        guard.check(progress, written)
         results = measure()
         best = log.evaluation(bar, results, progress)
         state = weights()
@@ -113,6 +116,7 @@ def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] =
                 job.save(directory, state)
         return results
 
+    guard, written = FiniteGuard(accelerator, output, options.max_skipped), [model, *([ema.module] if ema else [])]
     stop, saved, epoch_clock = _StopSignal(), _Clock(), _Clock()
     eval_every = options.eval_every or math.ceil(epochs / 10)
     every = max(1, min(50, total // 200))
@@ -128,9 +132,11 @@ def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] =
                 if options.channels_last:
                     pictures = pictures.contiguous(memory_format=torch.channels_last)
                 loss = job.loss(model, pictures, targets)
+                guard.batch(loss, job.index(batch), progress)
                 accelerator.backward(loss)
+                norm = None
                 if accelerator.sync_gradients and recipe.clip_grad:
-                    accelerator.clip_grad_norm_(model.parameters(), recipe.clip_grad)
+                    norm = accelerator.clip_grad_norm_(model.parameters(), recipe.clip_grad)
                 optimizer.step()
                 if accelerator.sync_gradients:
                     scheduler.step()
@@ -139,6 +145,9 @@ def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] =
             if not accelerator.sync_gradients:
                 continue
             progress.step += 1
+            guard.step(norm, progress)
+            if progress.step % every == 0:
+                guard.check(progress)
             if ema is not None:
                 ema.update(plain)
             log.step(bar, loss, scheduler.get_last_lr()[-1], progress, recipe.batch_size, every)
@@ -303,15 +312,13 @@ class _Log:
         self.images += images
         if progress.step % every:
             return
-        value = self.accelerator.reduce(loss.detach(), "mean").item()  # the one place that waits for the device
-        if not math.isfinite(value):
-            raise FloatingPointError(f"the loss is {value} at step {progress.step}: lower --lr, or use bf16 or float32 "
-                                     "instead of fp16; the last checkpoint is untouched")  # fmt: skip
+        value = self.accelerator.reduce(loss.detach(), "mean").item()  # waits for the device
         now = time.perf_counter()
         rate, self.images = self.images / (now - self.last), 0
         self.seconds, self.last = self.seconds + now - self.last, now
         bar.set_postfix(loss=f"{value:.3f}", lr=f"{lr:.2g}", images_per_s=f"{rate:,.0f}")
-        self._write({"step": progress.step, "epoch": progress.epoch, "loss": value, "lr": lr,
+        measured = {"loss": value} if math.isfinite(value) else {"skipped": True}  # a step that fp16 left out
+        self._write({"step": progress.step, "epoch": progress.epoch, **measured, "lr": lr,
                      "images_per_s": round(rate, 1)})  # fmt: skip
 
     def epoch(self, progress: Progress, images: int, loss: Tensor, clock: _Clock) -> None:

@@ -99,6 +99,7 @@ class RunOptions:
     checkpointing_steps: int = 0  # optimizer steps between checkpoints; 0: none but on SIGTERM
     checkpointing_minutes: float = 0.0  # or minutes
     checkpoints_total_limit: int = 2
+    max_skipped: int = 20  # steps in a row that the gradient scaler of fp16 may skip
     resume_from_checkpoint: str | None = None  # a checkpoint directory, or "latest"
     report_to: str = "tensorboard"  # trackers of Accelerate by name: tensorboard, wandb, trackio, ... or none
 

@@ -38,6 +38,10 @@ class Task(ABC, Generic[R]):
     def inputs(self, batch: Any, epoch: int, number: int) -> tuple[Tensor, Tensor]:
         """Batch ``number`` of an epoch, as the loader gave it -> normalised images and targets."""
 
+    def index(self, batch: Any) -> Tensor:
+        """Which images of the split a batch of the loader holds."""
+        return batch if isinstance(batch, Tensor) else batch[-1]
+
     @abstractmethod
     def loss(self, model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         """The training loss of a batch."""
