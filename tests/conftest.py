@@ -118,8 +118,8 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return run
 
 
-@pytest.fixture
-def train_digits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+@pytest.fixture(scope="session")
+def train_digits() -> Callable[..., dict[str, Any]]:
     """Train the default micro model on 64 digits in this process: ``train_digits(output, *flags, task=...)``."""
     from common.training.engine import train
     from common.training.recipe import parse_command_line
@@ -128,15 +128,16 @@ def train_digits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any
 
     flags = ["--model", "swin_micro", "--limit", "64", "--batch_size", "16", "--epochs", "1", "--warmup_epochs", "0",
              "--report_to", "none", "--metrics", "top1"]  # fmt: skip
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
     def run(output: Path, *more: str, task: Any = Classification) -> dict[str, Any]:
-        AcceleratorState._reset_state(True)
-        try:
-            command = [*flags, "--output_dir", str(output), *more]
-            return train(*parse_command_line(RECIPES, "digits", command), task)
-        finally:
+        command = [*flags, "--output_dir", str(output), *more]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ACCELERATE_USE_CPU", "true")
             AcceleratorState._reset_state(True)
+            try:
+                return train(*parse_command_line(RECIPES, "digits", command), task)
+            finally:
+                AcceleratorState._reset_state(True)
 
     return run
 

@@ -3,15 +3,31 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
-__all__ = ["plot_curves"]
+__all__ = ["plot_curves", "read_log"]
+
+
+def read_log(log: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Rows of a run's log.jsonl. A torn line, as a killed run or a full disk leaves one, is left out, and said."""
+    rows, path = [], Path(log)
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row["step"], int):
+                raise TypeError
+            rows.append(row)
+        except (ValueError, TypeError, KeyError):
+            print(f"{path}: left out line {number} of {len(lines)}, which is torn: {line[:60]!r}")
+    return rows
 
 
 def plot_curves(log: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Loss and metrics over optimizer steps, from a run's log.jsonl."""
     from matplotlib.figure import Figure  # the object interface: no backend, no global state
 
-    rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
+    rows = read_log(log)
     losses = [row for row in rows if "loss" in row]
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -1,17 +1,27 @@
-"""Checkpoints of a run: written under a temporary name and renamed, the last few kept, found again by "latest"."""
+"""Checkpoints of a run: written under a temporary name and renamed, the last few kept, found again by "latest".
 
+A checkpoint is whole if every file has the digest that ``manifest.json``, which is written last, has for it.
+"""
+
+import hashlib
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-__all__ = ["Progress", "latest_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["Progress", "latest_checkpoint", "load_checkpoint", "on_main", "read_checkpoint", "save_checkpoint",
+           "write_manifest"]  # fmt: skip
 
 PROGRESS_NAME = "progress.json"
+MANIFEST_NAME = "manifest.json"
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -34,44 +44,122 @@ def save_checkpoint(accelerator: Accelerator, root: Path, progress: Progress, id
             temporary.mkdir(parents=True)
         accelerator.wait_for_everyone()
         accelerator.save_state(str(temporary), safe_serialization=True)
+        accelerator.wait_for_everyone()  # every process has written its random state
         if accelerator.is_main_process:
-            state = {"progress": asdict(progress), "identity": identity}
+            state = {"progress": asdict(progress), "identity": identity, "processes": accelerator.num_processes}
             (temporary / PROGRESS_NAME).write_text(json.dumps(state, default=str))
-            shutil.rmtree(final, ignore_errors=True)
+            write_manifest(temporary)
+            if final.exists():
+                final.rename(root / f".{final.name}.old")
             temporary.rename(final)
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(f"could not write checkpoint {final} ({error}): free some disk space and resume with "
                       "--resume_from_checkpoint latest; earlier checkpoints are untouched") from error  # fmt: skip
     if accelerator.is_main_process:
-        kept = _checkpoints(root)[-keep:]
-        for old in root.glob("*step_*"):  # also what a killed run has left half written or half deleted
+        kept = sorted(path for path in root.glob("step_*") if (path / MANIFEST_NAME).is_file())[-keep:]
+        for old in (*root.glob("step_*"), *root.glob(".step_*")):  # also what a killed run has left half written
             if old not in kept:
-                (old / PROGRESS_NAME).unlink(missing_ok=True)  # first: no longer whole
+                (old / MANIFEST_NAME).unlink(missing_ok=True)  # first: no longer whole
                 shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()
     return final
 
 
-def _checkpoints(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("step_*") if (path / PROGRESS_NAME).is_file())
+def write_manifest(path: Path) -> None:
+    """Digests of all files of a checkpoint."""
+    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    digests = {name: _digest(path / name) for name in names if name != MANIFEST_NAME}
+    (path / MANIFEST_NAME).write_text(json.dumps({"sha256": digests}, indent=1))
 
 
-def latest_checkpoint(root: Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None."""
-    found = _checkpoints(root)
-    return found[-1] if found else None
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Progress, identity and number of processes of a checkpoint; an error that names what is broken."""
+    if not (path / PROGRESS_NAME).is_file():
+        raise FileNotFoundError(f"{path} is not a checkpoint (no {PROGRESS_NAME}): give a step_* directory or 'latest'")
+    if not (path / MANIFEST_NAME).is_file():
+        raise ValueError(f"{path} is unfinished, or older than manifests (no {MANIFEST_NAME}): take an earlier one")
+    digests = _json(path / MANIFEST_NAME).get("sha256")
+    if not isinstance(digests, dict) or PROGRESS_NAME not in digests:
+        raise ValueError(f"{path} is broken ({MANIFEST_NAME} lists no digests): take an earlier one")
+    faults = [f"{name} is missing" for name in digests if not (path / name).is_file()]
+    faults += [f"{name} is not what was written" for name, digest in digests.items()
+               if (path / name).is_file() and _digest(path / name) != digest]  # fmt: skip
+    if faults:
+        raise ValueError(f"{path} is broken ({', '.join(faults[:5])}): take an earlier one")
+    state = _json(path / PROGRESS_NAME)
+    progress, names = state.get("progress"), {field.name for field in fields(Progress)}
+    if not isinstance(progress, dict) or progress.keys() != names or not all(map(_is_count, progress.values())):
+        raise ValueError(f"{path / PROGRESS_NAME} is nonsense: progress is {str(progress)[:100]}, not a whole number "
+                         f"from 0 on for each of {', '.join(sorted(names))}")  # fmt: skip
+    processes = state.get("processes")
+    if not isinstance(state.get("identity"), dict) or not _is_count(processes) or not processes:
+        raise ValueError(f"{path / PROGRESS_NAME} is nonsense: it must say whose it is and how many processes wrote it")
+    if missing := [i for i in range(processes) if f"random_states_{i}.pkl" not in digests]:
+        raise ValueError(f"{path} has no random states of processes {missing[:5]}: it cannot go on as it would have")
+    return state
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.parent} is broken ({file.name}: {error}): take an earlier one") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file.parent} is broken ({file.name} holds no object): take an earlier one")
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def latest_checkpoint(root: Path, report: Callable[[str], None] = print) -> Path | None:
+    """The newest whole checkpoint of a run, or None where there is none at all; says which it passes over."""
+    faults = []
+    for path in sorted(root.glob("step_*"), reverse=True):
+        try:
+            read_checkpoint(path)
+        except (OSError, ValueError) as error:
+            faults.append(str(error))
+            report(f"passed over: {error}")
+        else:
+            return path
+    if faults:
+        raise ValueError(f"no checkpoint under {root} is whole ({faults[0]}): move them away to begin anew")
+    return None
 
 
 def load_checkpoint(accelerator: Accelerator, path: Path, identity: dict[str, Any]) -> Progress:
     """Restore model, optimizer, schedule and random states; refuse a checkpoint of another model or recipe."""
-    if not (path / PROGRESS_NAME).is_file():
-        raise FileNotFoundError(f"{path} is not a checkpoint (no {PROGRESS_NAME}): give a step_* directory or 'latest'")
-    state = json.loads((path / PROGRESS_NAME).read_text())
+    state = on_main(accelerator, lambda: read_checkpoint(path))
     ours = json.loads(json.dumps(identity, default=str))
     if differing := sorted(key for key in ours.keys() | state["identity"].keys()
                            if ours.get(key) != state["identity"].get(key)):  # fmt: skip
         shown = ", ".join(f"{key}: {state['identity'].get(key)!r} there, {ours.get(key)!r} here" for key in differing)
         raise ValueError(f"{path} belongs to another run ({shown}): use the same flags, or another --output_dir")
-    accelerator.load_state(str(path))
+    try:
+        accelerator.load_state(str(path))
+    except Exception as error:
+        raise ValueError(f"{path} is whole, but could not be loaded ({type(error).__name__}: {str(error)[:200]}): was "
+                         "it written with another --mixed_precision, or by other versions?") from error  # fmt: skip
     return Progress(**state["progress"])
+
+
+def on_main(accelerator: Accelerator, f: Callable[[], T]) -> T:
+    """What ``f`` returns or raises on the main process, on every process."""
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = f()
+        except (OSError, ValueError) as error:
+            outcome[1] = error
+    result, error = broadcast_object_list(outcome)
+    if error is not None:
+        raise error
+    return result

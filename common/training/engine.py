@@ -25,10 +25,10 @@ from tqdm.auto import tqdm
 
 from ..data.splits import Arrays, EpochSampler
 from ..data.streaming import Stream
-from ..evaluation.plots import plot_curves
+from ..evaluation.plots import plot_curves, read_log
 from ..evaluation.tables import format_table, write_json
 from ..models.hub import HubModel
-from .checkpoints import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoints import Progress, latest_checkpoint, load_checkpoint, on_main, save_checkpoint
 from .guard import FiniteGuard
 from .recipe import BaseRecipe, RunOptions, parse_command_line
 from .task import Classification, Task
@@ -249,9 +249,10 @@ def _schedule(recipe: BaseRecipe, steps_per_epoch: int, total: int) -> Any:
 
 
 def _resume(accelerator: Accelerator, source: str, output: Path, identity: dict[str, Any]) -> Progress:
-    path = latest_checkpoint(output / "checkpoints") if source == "latest" else Path(source)
+    root = output / "checkpoints"
+    path = on_main(accelerator, lambda: latest_checkpoint(root)) if source == "latest" else Path(source)
     if path is None:
-        accelerator.print(f"no checkpoint under {output / 'checkpoints'}: starting from the beginning")
+        accelerator.print(f"no checkpoint under {root}: starting from the beginning")
         return Progress()
     progress = load_checkpoint(accelerator, path, identity)
     accelerator.print(f"resumed from {path}: epoch {progress.epoch}, step {progress.step}")
@@ -302,9 +303,10 @@ class _Log:
         self.seconds, self.last, self.images = 0.0, time.perf_counter(), 0
         if accelerator.is_main_process:
             path.parent.mkdir(parents=True, exist_ok=True)
-            rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-            rows = [row for row in rows if row["step"] <= progress.step] if progress.step else []
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            rows = [row for row in read_log(path) if row["step"] <= progress.step] if progress.step else []
+            temporary = path.with_name(f".{path.name}")
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            temporary.replace(path)
             self.best = max((row[metric] for row in rows if metric in row), default=-math.inf)
 
     def step(self, bar: tqdm, loss: Tensor, lr: float, progress: Progress, images: int, every: int) -> None:

@@ -1,0 +1,118 @@
+"""Going on with a run: from the newest checkpoint that is whole, at the right place, in a directory of its own."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.training.checkpoints import latest_checkpoint, read_checkpoint, write_manifest
+
+Train = Callable[..., dict[str, Any]]
+EVERY_STEP = ("--checkpointing_steps", "1", "--checkpoints_total_limit", "9")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, train_digits: Train) -> Path:
+    """The directory of a run of four steps with a checkpoint at each."""
+    output = tmp_path_factory.mktemp("finished")
+    train_digits(output, *EVERY_STEP)
+    return output
+
+
+@pytest.fixture
+def used(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be spoilt."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step_*"))
+
+
+def same(one: Path, other: Path) -> bool:
+    first, second = (load_file(path / "model.safetensors") for path in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# broken checkpoints
+
+
+@pytest.mark.parametrize("fault", ["truncated", "flipped", "missing", "unfinished"])
+def test_a_broken_checkpoint_is_named_and_latest_passes_it_over(
+    finished: Path, used: Path, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], train_digits: Train
+) -> None:
+    """A torn file would end in a library's traceback, with whole checkpoints beside it."""
+    broken = used / "checkpoints" / "step_00000004"
+    names = {"truncated": "optimizer.bin", "flipped": "model.safetensors", "missing": "random_states_0.pkl"}
+    name = names.get(fault, "manifest.json")
+    content = (broken / name).read_bytes()
+    if fault == "truncated":
+        (broken / name).write_bytes(content[:1000])
+    elif fault == "flipped":
+        (broken / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        (broken / name).unlink()
+    with pytest.raises(ValueError, match=f"step_00000004 is .*{name}") as error:
+        train_digits(tmp_path / "other", "--resume_from_checkpoint", str(broken))
+    assert len(str(error.value)) < 500
+    train_digits(used, *EVERY_STEP, "--resume_from_checkpoint", "latest")
+    said = capsys.readouterr().out
+    assert f"passed over: {broken}" in said
+    assert "resumed from" in said
+    assert "step_00000003: epoch 0, step 3" in said
+    assert same(used, finished)
+
+
+def test_none_whole_is_an_error_and_none_at_all_a_start(tmp_path: Path) -> None:
+    """A run of days would silently begin again."""
+    assert latest_checkpoint(tmp_path) is None
+    (tmp_path / "step_00000007").mkdir()
+    with pytest.raises(ValueError, match="no checkpoint under .* is whole .*step_00000007"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"progress": {"step": -3}}, "progress is {'step': -3"),
+        ({"progress": {"step": 1.5}}, "not a whole number from 0 on"),
+        ({"progress": {"step": True}}, "not a whole number from 0 on"),
+        ({"progress": {"step": "2"}}, "not a whole number from 0 on"),
+        ({"progress": {"steps": 2}}, "not a whole number from 0 on"),
+        ({"progress": None}, "progress is None"),
+        ({"identity": 3}, "whose it is"),
+        ({"processes": 0}, "how many processes"),
+        ({"processes": 2}, r"no random states of processes \[1\]"),
+    ],
+)
+def test_nonsense_in_progress_is_refused(used: Path, change: dict[str, Any], message: str) -> None:
+    """A run would start at step -3, or with other random numbers than it would have drawn."""
+    path = used / "checkpoints" / "step_00000002"
+    state = read_checkpoint(path)
+    for key, value in change.items():
+        state[key] = {**state[key], **value} if isinstance(value, dict) else value
+    (path / "progress.json").write_text(json.dumps(state))
+    write_manifest(path)
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(path)
+    for text in ("[]", "{", "7", "[" * 100_000):
+        (path / "progress.json").write_text(text)
+        write_manifest(path)
+        with pytest.raises(ValueError, match="is broken \\(progress.json"):
+            read_checkpoint(path)
+
+
+def test_a_torn_log_line_is_left_out(used: Path, capsys: pytest.CaptureFixture[str], train_digits: Train) -> None:
+    """A run that was killed while it logged could not be resumed."""
+    log = used / "log.jsonl"
+    before = log.read_text().splitlines()
+    log.write_bytes(log.read_bytes()[:-7] + b"\xff")
+    train_digits(used, *EVERY_STEP, "--resume_from_checkpoint", "latest")
+    assert f"left out line {len(before)} of {len(before)}, which is torn" in capsys.readouterr().out
+    after = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["step"] for row in after if "loss" in row] == [1, 2, 3, 4]
