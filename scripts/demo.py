@@ -53,7 +53,7 @@ def train_side_by_side(output: Path, epochs: int) -> None:
     processes = []
     for position, name in enumerate(NAMES):
         command = [sys.executable, "swin/train.py", "--model", name, "--epochs", str(epochs),
-                   "--output_dir", str((output / name).resolve())]  # fmt: skip
+                   "--output_dir", str((output / name).resolve()), "--resume_from_checkpoint", "latest"]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "TQDM_POSITION": str(position)}
         processes.append(subprocess.Popen(command, cwd=root, env=environment))
     if any(process.wait() for process in processes):

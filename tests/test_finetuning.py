@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,19 +147,23 @@ def test_checkpoints_by_minutes(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     """The operating system refuses to write on: the run says so, and what was saved before still resumes."""
-    run(tmp_path, "--checkpointing_steps", "2", "--checkpoints_total_limit", "1")
+    more = ("--epochs", "2", "--checkpointing_steps", "2")
+    run(tmp_path, *more, "--checkpoints_total_limit", "9")
+    for step in (4, 6, 8):  # as if it had been stopped in between
+        shutil.rmtree(tmp_path / "checkpoints" / f"step_{step:08d}")
     before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    script = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); "
-              "from common.engine import main; from swin.recipes import RECIPES; main(RECIPES, 'digits')")  # fmt: skip
-    flags = [*FLAGS, "--epochs", "2", "--checkpointing_steps", "1", "--output_dir", str(tmp_path)]
+    script = ("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); from common.training"
+              ".engine import main; from swin.recipes import RECIPES; main(RECIPES, 'digits')")  # fmt: skip
+    flags = [*FLAGS, *more, "--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest"]
     done = subprocess.run([sys.executable, "-c", script, *flags], cwd=ROOT, text=True, capture_output=True, check=False,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     assert done.returncode != 0
     assert "could not write checkpoint" in done.stderr
     assert "earlier checkpoints are untouched" in done.stderr
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before
-    results, _ = run(tmp_path, "--resume_from_checkpoint", "latest", "--checkpointing_steps", "2")
-    assert results["images"] == 64  # nothing was left to train: evaluated all the same
+    AcceleratorState._reset_state(True)
+    results, _ = run(tmp_path, *more, "--resume_from_checkpoint", "latest")
+    assert results["images"] == 64
 
 
 def test_timm_models_are_evaluated_with_their_own_preprocessing(tmp_path: Path) -> None:

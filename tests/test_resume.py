@@ -116,3 +116,40 @@ def test_a_torn_log_line_is_left_out(used: Path, capsys: pytest.CaptureFixture[s
     assert f"left out line {len(before)} of {len(before)}, which is torn" in capsys.readouterr().out
     after = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["step"] for row in after if "loss" in row] == [1, 2, 3, 4]
+
+
+# another run's directory
+
+
+def test_a_new_run_does_not_begin_over_another(
+    finished: Path, used: Path, tmp_path: Path, train_digits: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own checkpoints would be pruned as the older ones, and "latest" would find the other run."""
+    files = sorted(path.relative_to(used) for path in used.rglob("*") if path.is_file())
+    contents = [(used / file).read_bytes() for file in files]
+    new = ("--checkpointing_steps", "1", "--checkpoints_total_limit", "2", "--seed", "1", "--steps", "3")
+    for more in ((), ("--resume_from_checkpoint", str(finished / "checkpoints/step_00000001"))):
+        with pytest.raises(ValueError, match="holds the checkpoints of a run .*--overwrite_output_dir"):
+            train_digits(used, *new, *more)
+    with pytest.raises(ValueError, match="leave out one of them"):
+        train_digits(used, *new, "--overwrite_output_dir", "--resume_from_checkpoint", "latest")
+    assert [(used / file).read_bytes() for file in files] == contents
+    train_digits(used, *new, "--overwrite_output_dir")
+    assert steps(used) == [2, 3]
+    assert len((used / "log.jsonl.old-1").read_text().splitlines()) == 6
+    for file, content in zip(files, contents, strict=True):  # all of the old run is still there
+        aside = used / f"{file.parts[0]}.old-1" / Path(*file.parts[1:]) if len(file.parts) > 1 else f"{file}.old-1"
+        assert (used / aside).read_bytes() == content, file
+    train_digits(used, *new, "--resume_from_checkpoint", "latest")
+    assert "step_00000003: epoch 0, step 3" in capsys.readouterr().out
+    train_digits(used, *new, "--overwrite_output_dir")
+    assert (used / "checkpoints.old-2").is_dir()
+
+
+def test_going_back_sets_later_checkpoints_aside(finished: Path, used: Path, train_digits: Train) -> None:
+    """With one to keep, the new checkpoint would go and the abandoned one stay."""
+    train_digits(used, "--checkpointing_steps", "1", "--checkpoints_total_limit", "1", "--resume_from_checkpoint",
+                 str(used / "checkpoints/step_00000002"), "--gradient_accumulation_steps", "1")  # fmt: skip
+    assert steps(used) == [4]
+    assert sorted(path.name for path in (used / "checkpoints.old-1").iterdir()) == ["step_00000003", "step_00000004"]
+    assert same(used, finished)

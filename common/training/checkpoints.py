@@ -131,7 +131,7 @@ def latest_checkpoint(root: Path, report: Callable[[str], None] = print) -> Path
         else:
             return path
     if faults:
-        raise ValueError(f"no checkpoint under {root} is whole ({faults[0]}): move them away to begin anew")
+        raise ValueError(f"no checkpoint under {root} is whole ({faults[0]}): begin anew by --overwrite_output_dir")
     return None
 
 
@@ -159,7 +159,7 @@ def on_main(accelerator: Accelerator, f: Callable[[], T]) -> T:
             outcome[0] = f()
         except (OSError, ValueError) as error:
             outcome[1] = error
-    result, error = broadcast_object_list(outcome)
-    if error is not None:
-        raise error
+    result, fault = broadcast_object_list(outcome)
+    if fault is not None:
+        raise fault
     return result

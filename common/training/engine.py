@@ -29,6 +29,7 @@ from ..evaluation.plots import plot_curves, read_log
 from ..evaluation.tables import format_table, write_json
 from ..models.hub import HubModel
 from .checkpoints import Progress, latest_checkpoint, load_checkpoint, on_main, save_checkpoint
+from .directory import check_directory, set_aside, set_later_aside
 from .guard import FiniteGuard
 from .recipe import BaseRecipe, RunOptions, parse_command_line
 from .task import Classification, Task
@@ -56,6 +57,8 @@ def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] =
     )
     if accelerator.device.type == "cpu" and options.cpu_threads:
         torch.set_num_threads(options.cpu_threads)
+    resume, overwrite = options.resume_from_checkpoint, options.overwrite_output_dir
+    on_main(accelerator, lambda: check_directory(output, resume, overwrite))
     set_seed(recipe.seed)
     job = task(recipe, options, accelerator)
     plain = job.model
@@ -78,9 +81,9 @@ def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] =
         accelerator.register_for_checkpointing(ema)
 
     identity = {"recipe": recipe.settings(), "model": plain.config, "images": images}
-    progress = Progress()
-    if options.resume_from_checkpoint:
-        progress = _resume(accelerator, options.resume_from_checkpoint, output, identity)
+    if overwrite:  # only now: model and data are what they should be
+        on_main(accelerator, lambda: set_aside(output))
+    progress = _resume(accelerator, resume, output, identity) if resume else Progress()
     if trackers:
         accelerator.init_trackers(name, config={key: str(value) for key, value in recipe.settings().items()})
     log = _Log(accelerator, output / "log.jsonl", progress, job.best)
@@ -256,6 +259,8 @@ def _resume(accelerator: Accelerator, source: str, output: Path, identity: dict[
         return Progress()
     progress = load_checkpoint(accelerator, path, identity)
     accelerator.print(f"resumed from {path}: epoch {progress.epoch}, step {progress.step}")
+    if root.is_dir():
+        on_main(accelerator, lambda: set_later_aside(output, progress.step))
     return progress
 
 

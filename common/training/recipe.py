@@ -101,6 +101,7 @@ class RunOptions:
     checkpoints_total_limit: int = 2
     max_skipped: int = 20  # steps in a row that the gradient scaler of fp16 may skip
     resume_from_checkpoint: str | None = None  # a checkpoint directory, or "latest"
+    overwrite_output_dir: bool = False  # begin anew where a run has been: its files are renamed, none is deleted
     report_to: str = "tensorboard"  # trackers of Accelerate by name: tensorboard, wandb, trackio, ... or none
 
 
