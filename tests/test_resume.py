@@ -1,7 +1,11 @@
 """Going on with a run: from the newest checkpoint that is whole, at the right place, in a directory of its own."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.training.checkpoints import latest_checkpoint, read_checkpoint, write_manifest
+from common.training.directory import acquire, release
 
 Train = Callable[..., dict[str, Any]]
 EVERY_STEP = ("--checkpointing_steps", "1", "--checkpoints_total_limit", "9")
@@ -125,7 +130,7 @@ def test_a_new_run_does_not_begin_over_another(
     finished: Path, used: Path, tmp_path: Path, train_digits: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its own checkpoints would be pruned as the older ones, and "latest" would find the other run."""
-    files = sorted(path.relative_to(used) for path in used.rglob("*") if path.is_file())
+    files = sorted(path.relative_to(used) for path in used.rglob("*") if path.is_file() and path.name != ".lock")
     contents = [(used / file).read_bytes() for file in files]
     new = ("--checkpointing_steps", "1", "--checkpoints_total_limit", "2", "--seed", "1", "--steps", "3")
     for more in ((), ("--resume_from_checkpoint", str(finished / "checkpoints/step_00000001"))):
@@ -153,3 +158,49 @@ def test_going_back_sets_later_checkpoints_aside(finished: Path, used: Path, tra
     assert steps(used) == [4]
     assert sorted(path.name for path in (used / "checkpoints.old-1").iterdir()) == ["step_00000003", "step_00000004"]
     assert same(used, finished)
+
+
+# two runs at once
+
+
+def test_a_second_run_in_one_directory_is_refused(tmp_path: Path, train_digits: Train) -> None:
+    """Two runs would write one log and delete each other's checkpoints; one that died must not keep its place."""
+    script = ("import fcntl, os, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); "
+              "print('process', os.getpid(), file=f, flush=True); print(flush=True); time.sleep(600)")  # fmt: skip
+    command = [sys.executable, "-c", script, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
+        try:
+            assert first.stdout
+            first.stdout.readline()
+            with pytest.raises(BlockingIOError, match=f"is in use by process {first.pid}: .* another --output_dir"):
+                train_digits(tmp_path, "--steps", "1")
+            assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+        finally:
+            first.kill()
+    train_digits(tmp_path, "--steps", "1")
+    release(acquire(tmp_path))  # let go at the end, though this process lives on
+    with pytest.raises(ValueError, match="fewer than one batch"):
+        train_digits(tmp_path, "--batch_size", "999")
+    release(acquire(tmp_path))  # and after an error
+
+
+def test_workers_do_not_hold_the_lock(tmp_path: Path) -> None:
+    """A killed run could not be resumed until the last worker of its loader had noticed."""
+    held = acquire(tmp_path)
+    worker = os.fork()
+    if not worker:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.close(held)  # what the system does when a process is killed
+        for _ in range(100):
+            try:
+                release(acquire(tmp_path))
+                break
+            except BlockingIOError:
+                time.sleep(0.02)  # the child has only begun
+        else:
+            raise AssertionError("the child holds the lock")
+    finally:
+        os.kill(worker, 9)
+        os.waitpid(worker, 0)

@@ -1,10 +1,21 @@
-"""The output directory of a run: no run begins over the checkpoints of another."""
+"""The output directory of a run: one run at a time, and none begins over the checkpoints of another."""
 
+import fcntl
+import os
+import platform
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["check_directory", "set_aside", "set_later_aside"]
+from accelerate import Accelerator
 
+from .checkpoints import on_main
+
+__all__ = ["acquire", "check_directory", "locked", "release", "set_aside", "set_later_aside"]
+
+LOCK_NAME = ".lock"
+_DESCRIPTORS: set[int] = set()  # of the locks that this process holds
 RUN_FILES = ("checkpoints", "best", "config.json", "model.safetensors", "preprocessor_config.json", "log.jsonl",
              "results.json", "curves.png", "tracking")  # fmt: skip
 
@@ -48,3 +59,49 @@ def set_later_aside(output: Path, step: int) -> None:
 def _free_number(output: Path) -> int:
     taken = [int(match[1]) for path in output.glob("*.old-*") if (match := re.search(r"\.old-(\d+)$", path.name))]
     return max(taken, default=0) + 1
+
+
+@contextmanager
+def locked(accelerator: Accelerator, output: Path) -> Iterator[None]:
+    """Hold the directory: a second run is refused. The operating system lets go of it when the process dies."""
+    held: list[int] = []
+    on_main(accelerator, lambda: held.append(acquire(output)))
+    try:
+        yield
+    finally:
+        for descriptor in held:
+            release(descriptor)
+
+
+def acquire(output: Path) -> int:
+    """Lock ``output/.lock`` and note this process in it; returns the descriptor to release."""
+    output.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(output / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        raise BlockingIOError(f"{output} is in use by {owner}: wait for it, stop it, or choose another "
+                              "--output_dir") from None  # fmt: skip
+    except OSError as error:
+        print(f"{output} cannot be locked ({error}): see to it that no other run writes there")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+    _DESCRIPTORS.add(descriptor)
+    return descriptor
+
+
+def release(descriptor: int) -> None:
+    if descriptor in _DESCRIPTORS:  # not in a child, which has none
+        _DESCRIPTORS.remove(descriptor)
+        os.close(descriptor)
+
+
+def _release_in_child() -> None:
+    """A loader's worker must not hold the lock when its parent is gone."""
+    for descriptor in list(_DESCRIPTORS):
+        release(descriptor)
+
+
+os.register_at_fork(after_in_child=_release_in_child)

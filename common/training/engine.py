@@ -29,7 +29,7 @@ from ..evaluation.plots import plot_curves, read_log
 from ..evaluation.tables import format_table, write_json
 from ..models.hub import HubModel
 from .checkpoints import Progress, latest_checkpoint, load_checkpoint, on_main, save_checkpoint
-from .directory import check_directory, set_aside, set_later_aside
+from .directory import check_directory, locked, set_aside, set_later_aside
 from .guard import FiniteGuard
 from .recipe import BaseRecipe, RunOptions, parse_command_line
 from .task import Classification, Task
@@ -46,15 +46,25 @@ def main(recipes: Mapping[str, Any], default: str, description: str | None = Non
 def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] = Classification) -> dict[str, Any]:
     """Train, evaluate and save; returns the results that ``results.json`` holds."""
     output = Path(options.output_dir)
-    trackers = None if options.report_to == "none" else options.report_to.split(",")
-    accelerator = Accelerator(
+    accelerator = _accelerator(options)
+    with locked(accelerator, output):
+        return _train(name, recipe, options, task, accelerator, output)
+
+
+def _accelerator(options: RunOptions) -> Accelerator:
+    output = Path(options.output_dir)
+    return Accelerator(
         mixed_precision=options.mixed_precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         step_scheduler_with_optimizer=False,  # one scheduler step per optimizer step, whatever the processes
-        log_with=trackers,
+        log_with=None if options.report_to == "none" else options.report_to.split(","),
         project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "tracking")),
         dynamo_plugin=TorchDynamoPlugin(backend="inductor") if options.compile else None,
     )
+
+
+def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task], accelerator: Accelerator,
+           output: Path) -> dict[str, Any]:  # fmt: skip
     if accelerator.device.type == "cpu" and options.cpu_threads:
         torch.set_num_threads(options.cpu_threads)
     resume, overwrite = options.resume_from_checkpoint, options.overwrite_output_dir
@@ -84,7 +94,7 @@ def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] =
     if overwrite:  # only now: model and data are what they should be
         on_main(accelerator, lambda: set_aside(output))
     progress = _resume(accelerator, resume, output, identity) if resume else Progress()
-    if trackers:
+    if options.report_to != "none":
         accelerator.init_trackers(name, config={key: str(value) for key, value in recipe.settings().items()})
     log = _Log(accelerator, output / "log.jsonl", progress, job.best)
     parameters = sum(p.numel() for p in plain.parameters())
