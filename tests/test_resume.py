@@ -123,6 +123,34 @@ def test_a_torn_log_line_is_left_out(used: Path, capsys: pytest.CaptureFixture[s
     assert [row["step"] for row in after if "loss" in row] == [1, 2, 3, 4]
 
 
+# another accumulation
+
+
+@pytest.mark.parametrize(("before", "after"), [("1", "2"), ("4", "1")])
+def test_resumed_with_another_accumulation(tmp_path: Path, train_digits: Train, before: str, after: str) -> None:
+    """A run moved to a smaller or larger GPU would see some images of the epoch twice and others never."""
+    flags = ("--steps", "6", "--checkpointing_steps", "3")
+    train_digits(tmp_path / "whole", *flags, "--gradient_accumulation_steps", before)
+    train_digits(tmp_path / "resumed", *flags, "--gradient_accumulation_steps", after, "--resume_from_checkpoint",
+                 str(tmp_path / "whole/checkpoints/step_00000003"))  # fmt: skip
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
+    whole, resumed = (torch.cat([state[name].double().flatten() for name in one]) for state in (one, other))
+    assert (whole - resumed).norm() <= 1e-6 * whole.norm()
+    rows = [json.loads(line) for line in (tmp_path / "resumed/log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [4, 5, 6]
+
+
+def test_a_place_that_no_run_comes_by_is_refused(used: Path, train_digits: Train) -> None:
+    path = used / "checkpoints" / "step_00000002"
+    state = read_checkpoint(path)
+    state["progress"]["images"] += 16
+    (path / "progress.json").write_text(json.dumps(state))
+    write_manifest(path)
+    with pytest.raises(ValueError, match="images=48.* is no place in epochs of 4 steps of 16 images"):
+        train_digits(used, "--resume_from_checkpoint", str(path))
+    assert steps(used) == [1, 2, 3, 4]  # refused before anything is moved
+
+
 # another run's directory
 
 

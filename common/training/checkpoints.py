@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, set_seed
 from safetensors import SafetensorError
+
+from ..seeding import derive_seed
 
 __all__ = ["Progress", "latest_checkpoint", "load_checkpoint", "on_main", "read_checkpoint", "save_checkpoint",
            "write_manifest"]  # fmt: skip
@@ -26,11 +28,17 @@ T = TypeVar("T")
 
 @dataclass
 class Progress:
-    """Where a run stands: optimizer steps done in all, epoch, loader batches done in that epoch."""
+    """Where a run stands: optimizer steps done in all, epoch, images done in that epoch, over all processes."""
 
     step: int = 0
     epoch: int = 0
-    batch: int = 0
+    images: int = 0
+
+    def check(self, batch_size: int, steps_per_epoch: int) -> None:
+        """Refuse a place that no run of such epochs comes by."""
+        if self.images != (self.step - self.epoch * steps_per_epoch) * batch_size:
+            raise ValueError(f"{self} is no place in epochs of {steps_per_epoch} steps of {batch_size} images: take "
+                             "another checkpoint")  # fmt: skip
 
 
 def save_checkpoint(accelerator: Accelerator, root: Path, progress: Progress, identity: dict[str, Any],
@@ -148,7 +156,14 @@ def load_checkpoint(accelerator: Accelerator, path: Path, identity: dict[str, An
     except Exception as error:
         raise ValueError(f"{path} is whole, but could not be loaded ({type(error).__name__}: {str(error)[:200]}): was "
                          "it written with another --mixed_precision, or by other versions?") from error  # fmt: skip
-    return Progress(**state["progress"])
+    accelerator.step = 0  # a checkpoint lies between optimizer steps, whatever the accumulation was or is
+    progress = Progress(**state["progress"])
+    if accelerator.num_processes != state["processes"]:
+        accelerator.print(f"{state['processes']} processes wrote {path}, {accelerator.num_processes} go on: with the "
+                          "same images, but other random numbers (drop path)")  # fmt: skip
+        if accelerator.process_index >= state["processes"]:  # has no state of its own
+            set_seed(derive_seed(progress.step, accelerator.process_index))
+    return progress
 
 
 def on_main(accelerator: Accelerator, f: Callable[[], T]) -> T:

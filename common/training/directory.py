@@ -46,7 +46,8 @@ def set_aside(output: Path) -> None:
 
 def set_later_aside(output: Path, step: int) -> None:
     """Move checkpoints after ``step``, which a resumed run has left behind: they are not its own."""
-    matches = [(path, re.fullmatch(r"step_(\d+)", path.name)) for path in sorted((output / "checkpoints").iterdir())]
+    found = sorted((output / "checkpoints").glob("step_*"))
+    matches = [(path, re.fullmatch(r"step_(\d+)", path.name)) for path in found]
     later = [path for path, match in matches if match and int(match[1]) > step]
     if later:
         target = output / f"checkpoints.old-{_free_number(output)}"

@@ -94,6 +94,8 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     if overwrite:  # only now: model and data are what they should be
         on_main(accelerator, lambda: set_aside(output))
     progress = _resume(accelerator, resume, output, identity) if resume else Progress()
+    progress.check(recipe.batch_size, steps_per_epoch)
+    on_main(accelerator, lambda: set_later_aside(output, progress.step) if resume else None)
     if options.report_to != "none":
         accelerator.init_trackers(name, config={key: str(value) for key, value in recipe.settings().items()})
     log = _Log(accelerator, output / "log.jsonl", progress, job.best)
@@ -132,6 +134,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     guard, written = FiniteGuard(accelerator, output, options.max_skipped), [model, *([ema.module] if ema else [])]
     stop, saved, epoch_clock = _StopSignal(), _Clock(), _Clock()
     eval_every = options.eval_every or math.ceil(epochs / 10)
+    images_per_batch = recipe.batch_size // options.gradient_accumulation_steps  # of the loader, over all processes
     every = max(1, min(50, total // 200))
     bar = tqdm(total=total, initial=progress.step, unit="step", disable=not accelerator.is_main_process)
     results: dict[str, Any] = {}
@@ -139,9 +142,10 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
         model.train()
         epoch_clock.restart()
         started = progress.step
-        for batch in _batches(loader, progress, steps_per_epoch, options, accelerator):
+        done, whole_epoch = (n // images_per_batch for n in (progress.images, steps_per_epoch * recipe.batch_size))
+        for number, batch in enumerate(_batches(loader, progress.epoch, done, whole_epoch, accelerator), done):
             with accelerator.accumulate(model):
-                pictures, targets = job.inputs(batch, progress.epoch, progress.batch)
+                pictures, targets = job.inputs(batch, progress.epoch, number)
                 if options.channels_last:
                     pictures = pictures.contiguous(memory_format=torch.channels_last)
                 loss = job.loss(model, pictures, targets)
@@ -154,7 +158,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
                 if accelerator.sync_gradients:
                     scheduler.step()
                 optimizer.zero_grad()
-            progress.batch += 1
+            progress.images += images_per_batch
             if not accelerator.sync_gradients:
                 continue
             progress.step += 1
@@ -179,7 +183,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
                 break
         if progress.step > started:  # not where a run is resumed at the very end of an epoch
             log.epoch(progress, (progress.step - started) * recipe.batch_size, loss, epoch_clock)
-        progress.epoch, progress.batch = progress.epoch + 1, 0
+        progress.epoch, progress.images = progress.epoch + 1, 0
         if progress.epoch % eval_every == 0 or progress.step == total:
             results = finish_epoch()
     results = results or finish_epoch()  # a run that was resumed at its end
@@ -220,18 +224,17 @@ def _loader(job: Task, recipe: BaseRecipe, options: RunOptions, accelerator: Acc
     return DataLoader(split, sampler=sampler, persistent_workers=workers > 0, **settings), steps_per_epoch
 
 
-def _batches(loader: Any, progress: Progress, steps_per_epoch: int, options: RunOptions,
-             accelerator: Accelerator) -> Iterator[Any]:  # fmt: skip
-    """What is left of the current epoch."""
+def _batches(loader: Any, epoch: int, done: int, count: int, accelerator: Accelerator) -> Iterator[Any]:
+    """What is left of an epoch of ``count`` batches."""
     if not isinstance(loader.dataset, Stream):
-        batches = accelerator.skip_first_batches(loader, progress.batch) if progress.batch else loader
-        batches.set_epoch(progress.epoch)
+        batches = accelerator.skip_first_batches(loader, done) if done else loader
+        batches.set_epoch(epoch)
         yield from batches
         return
     # a stream: the shards of processes differ in length, so a short one begins anew
-    loader.dataset.set_epoch(progress.epoch)
+    loader.dataset.set_epoch(epoch)
     endless = itertools.chain.from_iterable(itertools.repeat(loader))
-    for batch in itertools.islice(endless, progress.batch, steps_per_epoch * options.gradient_accumulation_steps):
+    for batch in itertools.islice(endless, done, count):
         yield send_to_device(batch, accelerator.device, non_blocking=True)
 
 
@@ -269,8 +272,6 @@ def _resume(accelerator: Accelerator, source: str, output: Path, identity: dict[
         return Progress()
     progress = load_checkpoint(accelerator, path, identity)
     accelerator.print(f"resumed from {path}: epoch {progress.epoch}, step {progress.step}")
-    if root.is_dir():
-        on_main(accelerator, lambda: set_later_aside(output, progress.step))
     return progress
 
 
