@@ -29,6 +29,7 @@ class Diverging(Classification):
 
     def inputs(self, batch: Any, epoch: int, number: int) -> tuple[Tensor, Tensor]:
         self.seen.append(batch.tolist())
+        assert len(self.seen) < 60, "nobody has noticed"
         return super().inputs(batch, epoch, number)
 
     def loss(self, model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from common.data.preprocess import Preprocess, check_finite
 from common.data.sources import load_data
 from common.data.splits import Arrays
 from common.evaluation.evaluate import evaluate
-from common.evaluation.metrics import c_cons, s_cons, top1
+from common.evaluation.metrics import c_cons, mascc, massc, s_cons, top1
 
 
 def by_brightest_column(x: Tensor) -> Tensor:
@@ -120,3 +120,18 @@ def test_augmentation_belongs_to_seed_epoch_and_image() -> None:
     alone = preprocess.train(train.images[index[1:2]], index[1:2], 0, 3)
     assert torch.equal(whole[1:2], alone)
     assert not torch.equal(whole, preprocess.train(train.images[index], index, 0, 4))
+
+
+def test_masks_are_shifted_back_before_they_are_compared() -> None:
+    """Shifted back the wrong way, mASCC and mASSC would call a perfect segmenter inconsistent."""
+    x = torch.randn(6, 1, 12, 20)
+
+    def by_pixel(images: Tensor) -> Tensor:
+        return torch.cat([images, -images], 1)  # a pixel's label is its sign, wherever it is
+
+    for seed in range(3):
+        assert mascc(by_pixel, x, seed=seed) == 100.0
+        assert massc(by_pixel, x, max_shift=5, seed=seed) == 100.0  # the border that comes in is not compared
+        assert massc(by_pixel, x, crop=(8, 12), seed=seed) == 100.0
+    by_place = massc(lambda images: by_pixel(x[: len(images)]), x, max_shift=5)  # labels that stay where they are
+    assert 20 < by_place < 80

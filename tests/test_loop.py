@@ -1,0 +1,137 @@
+"""The training loop does what its flags say: schedule, clipping, averaging, the best model, augmentation by epoch."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from common.training.engine import _schedule
+from common.training.recipe import Recipe, RunOptions, parse_command_line
+from common.training.task import Classification
+from swin.recipes import RECIPES
+
+Train = Callable[..., dict[str, Any]]
+WEIGHT = "head.fc.weight"
+
+
+class Witness(Classification):
+    """Notes the last layer at every step and evaluation, and which batches it is asked for; scores by a list."""
+
+    scores: ClassVar[list[float]] = []
+    trained: ClassVar[list[Tensor]] = []
+    evaluated: ClassVar[list[dict[str, Tensor]]] = []
+    asked: ClassVar[list[tuple[int, int]]] = []
+
+    def inputs(self, batch: Any, epoch: int, number: int) -> tuple[Tensor, Tensor]:
+        self.asked.append((epoch, number))
+        return super().inputs(batch, epoch, number)
+
+    def loss(self, model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+        self.trained.append(model.state_dict()[WEIGHT].clone())
+        return super().loss(model, images, targets)
+
+    def evaluate(self, model: nn.Module) -> dict[str, Any]:
+        self.evaluated.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return {"top1": self.scores[len(self.evaluated) - 1]} if self.scores else super().evaluate(model)
+
+
+@pytest.fixture
+def witness(monkeypatch: pytest.MonkeyPatch) -> type[Witness]:
+    for name in ("scores", "trained", "evaluated", "asked"):
+        monkeypatch.setattr(Witness, name, [])
+    return Witness
+
+
+def equal(path: Path, state: dict[str, Tensor]) -> bool:
+    saved = load_file(path / "model.safetensors")
+    return saved.keys() == state.keys() and all(torch.equal(saved[name], state[name]) for name in state)
+
+
+def test_each_step_has_its_learning_rate_and_each_batch_its_number(
+    tmp_path: Path, train_digits: Train, witness: type[Witness]
+) -> None:
+    """Stepped twice, the schedule would be over at half the run; a batch would be augmented by another's numbers."""
+    flags = ("--epochs", "2", "--warmup_epochs", "1", "--gradient_accumulation_steps", "2")
+    train_digits(tmp_path, *flags, task=witness)
+    _, recipe, _ = parse_command_line(RECIPES, "digits", ["--batch_size", "16", *flags])
+    factor = _schedule(recipe, steps_per_epoch=4, total=8)
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    rates = [row["lr"] for row in rows if "lr" in row]
+    assert rates == pytest.approx([recipe.scaled(recipe.lr) * factor(step) for step in range(1, 9)])
+    assert witness.asked == [(epoch, number) for epoch in (0, 1) for number in range(8)]
+
+
+def test_gradients_are_clipped(tmp_path: Path, train_digits: Train, witness: type[Witness]) -> None:
+    """One odd batch would undo a run. A norm far below AdamW's epsilon leaves the weights where they are."""
+    train_digits(tmp_path, "--clip_grad", "1e-16", "--weight_decay", "0", "--steps", "3", task=witness)
+    start, *later = witness.trained
+    assert all((weight - start).abs().max() < 1e-6 for weight in later)
+    witness.trained.clear()
+    train_digits(tmp_path, "--clip_grad", "0", "--weight_decay", "0", "--steps", "3", task=witness)
+    assert (witness.trained[-1] - start).abs().max() > 1e-4
+
+
+def test_best_is_the_best_and_last_the_last(tmp_path: Path, train_digits: Train, witness: type[Witness]) -> None:
+    """``best/`` would hold the worst model, or the last; resumed, a worse one would take its place."""
+    witness.scores.extend([10.0, 30.0, 20.0])
+    flags = ("--epochs", "3", "--eval_every", "1", "--checkpointing_steps", "1", "--checkpoints_total_limit", "99")
+    train_digits(tmp_path, *flags, task=witness)
+    first, second, third = witness.evaluated
+    assert equal(tmp_path / "best", second)
+    assert equal(tmp_path, third)
+    assert not torch.equal(first[WEIGHT], second[WEIGHT])
+    witness.scores[:], witness.evaluated[:] = [29.0], []
+    train_digits(tmp_path, *flags, "--resume_from_checkpoint", str(tmp_path / "checkpoints/step_00000010"),
+                 task=witness)  # fmt: skip
+    assert equal(tmp_path / "best", second)
+    assert equal(tmp_path, witness.evaluated[0])
+
+
+def test_the_average_is_what_is_evaluated_and_saved(
+    tmp_path: Path, train_digits: Train, witness: type[Witness]
+) -> None:
+    """The numbers would be those of the average, the published weights the last ones."""
+    flags = ("--steps", "4", "--lr", "0.02")
+    train_digits(tmp_path / "last", *flags, task=witness)
+    weights = [*witness.trained, witness.evaluated[0][WEIGHT]]  # before each step, and after the last
+    witness.evaluated.clear()
+    train_digits(tmp_path / "average", *flags, "--ema_decay", "0.5", task=witness)
+    average = weights[0]
+    for weight in weights[1:]:
+        average = 0.5 * average + 0.5 * weight
+    saved = load_file(tmp_path / "average" / "model.safetensors")
+    torch.testing.assert_close(saved[WEIGHT], average)
+    assert (saved[WEIGHT] - weights[-1]).abs().max() > 1e-4
+    for directory in (tmp_path / "average", tmp_path / "average" / "best"):
+        assert equal(directory, witness.evaluated[0])
+
+
+@pytest.mark.parametrize(
+    "augmentation",
+    [{"circular": True}, {"flip": True, "rotate": 15.0}, {"erase": 1.0}, {"mixup": 0.8}, {"rand_augment": "rand-m9"}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_augmentation_changes_with_the_epoch(augmentation: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model would see the same few pictures in all 300 epochs."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+    recipe = Recipe(model="swin_micro", data="digits", **augmentation)
+    job = Classification(recipe, RunOptions(limit=32), Accelerator())
+
+    def pictures(epoch: int, number: int = 0) -> Tensor:
+        items = [job.train_split[epoch, i] for i in range(16)]
+        batch = torch.utils.data.default_collate(items)
+        return job.inputs(batch, epoch, number)[0]
+
+    assert torch.equal(pictures(3), pictures(3))
+    assert not torch.equal(pictures(3), pictures(4))
+    if recipe.mixup:
+        assert not torch.equal(pictures(3, 0), pictures(3, 1))
+    AcceleratorState._reset_state(True)
