@@ -20,6 +20,7 @@ from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import load_data
 from common.evaluation.tables import format_table, write_json
 from common.models.hub import HubModel, resolve_file
+from common.models.registry import parse_arguments
 from common.shifts import random_shifts, roll
 from segmentation import UperNet
 from segmentation.data import load_scenes
@@ -42,11 +43,13 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=50)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", help="file to write the counts to")
+    parser.add_argument("--model_args", nargs="+", default=[], metavar="NAME=VALUE",
+                        help="arguments of all models: canonical=false score=energy anchors=token,window")  # fmt: skip
     args = parser.parse_args()
 
-    rows = []
+    rows, arguments = [], parse_arguments(args.model_args)
     for name in args.models:
-        model = load(name).to(args.device)
+        model = load(name, **arguments).to(args.device)
         split: Any = read(isinstance(model, UperNet), args.data).head(args.images).to(torch.device(args.device))
         if name in list_models():
             preprocess: Any = Preprocess(size=model.img_size, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))  # type: ignore
@@ -55,7 +58,7 @@ def main() -> None:
             preprocess = kind.load(resolve_file(name, PREPROCESSOR_NAME))
         for precision in args.precisions:
             same_bits, same_label = count(model, split.images, preprocess, precision, args.batch_size)
-            rows.append({"model": name, "precision": precision, "device": device_name(args.device),
+            rows.append({"model": name, **arguments, "precision": precision, "device": device_name(args.device),
                          "images": len(split), "bit-identical": same_bits, "same label": same_label})  # fmt: skip
             if args.json:
                 write_json(args.json, rows)  # after each count: nothing is lost if a later one fails
@@ -68,17 +71,17 @@ def read(scenes: bool, data: str) -> Any:
     return (load_scenes if scenes else load_data)(data)[1]
 
 
-def load(name: str) -> HubModel:
+def load(name: str, **arguments: Any) -> HubModel:
     if name in list_models():
         torch.manual_seed(0)  # the same weights whatever models come before
-        model = create_model(name)
+        model = create_model(name, **arguments)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():  # initial weights tell images apart too little for a label to flip
             for parameter in model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(0.1 * noise if parameter.ndim < 2 else noise / parameter[0].numel() ** 0.5)
     else:
-        model = from_pretrained(name)
+        model = from_pretrained(name, **arguments)
     return model.eval()
 
 

@@ -1,4 +1,4 @@
-"""The family of scores: whatever an anchor looks at, the model stays exact. Users would lose the point of the project."""
+"""The family of scores: whatever an anchor looks at, the model stays exact. Else users lose the point of it all."""
 
 import pytest
 import torch
@@ -7,7 +7,9 @@ from conftest import awkward_images, randomize
 from common.anchors import SCORES, Score, WindowAnchor
 from common.anchors.scoring import observed_scores
 from common.evaluation.equivariance import assert_shift_equivariant, shift_error
-from common.models.registry import create_model, list_models
+from common.models.registry import create_model, list_models, parse_arguments
+from common.training.recipe import parse_command_line
+from swin.recipes import RECIPES
 
 MICRO = list_models("a_*_micro", exclude_filters="upernet_*")
 SHIFTS = [(1, 0), (0, 1), (2, 3), (-7, 13), (17, 101)]
@@ -39,6 +41,19 @@ def test_the_papers_score_ties_and_says_so() -> None:
     """The negative control: else the test above would show nothing."""
     model = randomize(create_model("a_swin_micro", score="energy", sketch=0, canonical=False)).double().eval()
     assert shift_error(model, awkward_images(32)["one bright pixel"].double(), (1, 0)) > 1e-3
+
+
+def test_model_arguments_from_a_command_line() -> None:
+    text = ["canonical=false", "score=peak", "anchors=token,window", "img_size=64", "drop_path_rate=0.1"]
+    expected = {"canonical": False, "score": "peak", "anchors": ("token", "window"), "img_size": 64,
+                "drop_path_rate": 0.1}  # fmt: skip
+    assert parse_arguments(text) == expected
+    assert parse_arguments(["anchors="]) == {"anchors": ()}
+    assert parse_arguments(["anchors=merge"]) == {"anchors": ("merge",)}
+    _, recipe, _ = parse_command_line(RECIPES, "digits", ["--model_args", *text])
+    assert recipe.model_args == expected
+    with pytest.raises(ValueError, match="write NAME=VALUE"):
+        parse_arguments(["canonical"])
 
 
 def test_an_unknown_score_is_refused_by_name() -> None:

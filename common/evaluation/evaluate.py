@@ -18,7 +18,7 @@ from ..data.preprocess import PREPROCESSOR_NAME, Preprocess, check_finite
 from ..data.sources import load_data
 from ..data.splits import Arrays, Split
 from ..models.hub import resolve_file
-from ..models.registry import create_model, from_pretrained, list_models
+from ..models.registry import create_model, from_pretrained, list_models, parse_arguments
 from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
 from .tables import format_table, write_json
 
@@ -96,17 +96,22 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser.add_argument("--dataloader_num_workers", type=int, default=min(8, os.cpu_count() or 1),
                         help="processes that decode large images")  # fmt: skip
     parser.add_argument("--skip_broken", action="store_true", help="leave unreadable images out, and count them")
+    parser.add_argument("--model_args", nargs="+", default=[], metavar="NAME=VALUE",
+                        help="arguments of the model: canonical=false score=energy anchors=token,window")  # fmt: skip
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
     parser.add_argument("--json", help="file to write the results to")
     args = parser.parse_args(arguments)
 
     accelerator = Accelerator(mixed_precision=args.mixed_precision)
     split = load_data(args.data, args.skip_broken)[1].head(args.limit)
-    model, preprocess = load_for_evaluation(args.model, len(split.classes), args.resize)
+    model, preprocess = load_for_evaluation(
+        args.model, len(split.classes), args.resize, **parse_arguments(args.model_args)
+    )
     model.eval().to(accelerator.device)
     measured = evaluate(model, split, preprocess, args.metrics, accelerator=accelerator, batch_size=args.batch_size,
                         seed=args.seed, crop=args.crop, workers=args.dataloader_num_workers)  # fmt: skip
-    results = {"model": args.model, "data": args.data, **measured, "precision": accelerator.mixed_precision,
+    facts = {key: getattr(model, key) for key in ("adaptive", "canonical") if hasattr(model, key)}
+    results = {"model": args.model, **facts, "data": args.data, **measured, "precision": accelerator.mixed_precision,
                "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
     if accelerator.is_main_process:
         print(format_table([results]))
@@ -116,16 +121,17 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     return results
 
 
-def load_for_evaluation(source: str, classes: int, resize: int | None = None) -> tuple[nn.Module, Preprocess]:
+def load_for_evaluation(source: str, classes: int, resize: int | None = None,
+                        **arguments: Any) -> tuple[nn.Module, Preprocess]:  # fmt: skip
     """A model by directory, Hub id, ``timm:NAME`` or name, and the preprocessing stored beside it (else ImageNet's)."""
     model: nn.Module
     if source.startswith("timm:"):
         model, preprocess = _from_timm(source.removeprefix("timm:"))
     elif source in list_models():
-        model = create_model(source, num_classes=classes)
+        model = create_model(source, num_classes=classes, **arguments)
         preprocess = Preprocess(size=model.img_size)  # type: ignore[arg-type]
     else:
-        model = from_pretrained(source)
+        model = from_pretrained(source, **arguments)
         try:
             preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
         except (FileNotFoundError, EntryNotFoundError):

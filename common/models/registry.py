@@ -1,5 +1,6 @@
 """Names of models: ``create_model("a_swin_tiny")``, ``list_models("*micro")``, ``from_pretrained(directory)``."""
 
+import ast
 import difflib
 import importlib
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 from .hub import CONFIG_NAME, HubModel, read_config, resolve_file
 from .timm_models import expose
 
-__all__ = ["create_model", "defaults", "from_pretrained", "list_models", "register_model"]
+__all__ = ["create_model", "defaults", "from_pretrained", "list_models", "parse_arguments", "register_model"]
 
 PACKAGES = {"swin": "swin", "swinv2": "swinv2", "cvt": "cvt", "mvitv2": "mvitv2", "upernet": "segmentation"}
 """The ``model_type`` values that a config may name, and the package of each, which registers models when imported."""
@@ -82,3 +83,29 @@ def from_pretrained(source: str, **kwargs: Any) -> HubModel:
 
 def _subclasses(cls: type[HubModel]) -> list[type[HubModel]]:
     return [sub for child in cls.__subclasses__() for sub in (child, *_subclasses(child))]
+
+
+def parse_arguments(items: Sequence[str]) -> dict[str, Any]:
+    """Arguments of a model from a command line: ``canonical=false score=peak anchors=token,window img_size=256``.
+
+    A value is a word, a number, true, false or none; with a comma (``anchors=token,``), or for ``anchors``, a tuple.
+    """
+    arguments: dict[str, Any] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"cannot read the model argument {item!r}: write NAME=VALUE, such as canonical=false")
+        several = "," in text or key == "anchors"
+        values = tuple(_value(part) for part in text.split(",") if part)
+        arguments[key] = values if several else _value(text)
+    return arguments
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from ..data.preprocess import IMAGENET_MEAN, IMAGENET_STD
+from ..models.registry import parse_arguments
 
 __all__ = ["BaseRecipe", "Recipe", "RunOptions", "parse_command_line"]
 
@@ -133,6 +134,8 @@ def parse_command_line(recipes: Mapping[str, R], default: str, arguments: Sequen
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--recipe", default=default, choices=sorted(recipes), help="the run to start from")
     parser.add_argument("--adapt", action="store_true", help="the adaptive version of the model, with its weights")
+    parser.add_argument("--model_args", nargs="+", default=[], metavar="NAME=VALUE",
+                        help="arguments of the model: canonical=false score=energy anchors=token,window")  # fmt: skip
     kind = type(recipes[default])
     for cls, title in ((kind, "recipe overrides"), (RunOptions, "run options")):
         group = parser.add_argument_group(title)
@@ -141,11 +144,11 @@ def parse_command_line(recipes: Mapping[str, R], default: str, arguments: Sequen
             if f.name not in ("model_args", "target"):
                 group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, **_parser_type(hints[f.name]))
     chosen = vars(parser.parse_args(arguments))
-    name, adapt = chosen.pop("recipe"), chosen.pop("adapt")
+    name, adapt, model_args = chosen.pop("recipe"), chosen.pop("adapt"), parse_arguments(chosen.pop("model_args"))
     chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
     run_names = {f.name for f in dataclasses.fields(RunOptions)}
     overrides = {key: value for key, value in chosen.items() if key not in run_names}
-    recipe = dataclasses.replace(recipes[name], **overrides)
+    recipe = dataclasses.replace(recipes[name], **overrides, model_args={**recipes[name].model_args, **model_args})
     if adapt:
         decoder, name_of_backbone = re.fullmatch(r"(upernet_)?(?:a_)?(\w+)", recipe.model).groups("")  # type: ignore
         recipe = dataclasses.replace(recipe, model=f"{decoder}a_{name_of_backbone}")

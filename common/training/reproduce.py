@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ..data.sources import KNOWN
 from ..evaluation.tables import format_table, write_json
+from ..models.registry import parse_arguments
 from .engine import train
 from .recipe import BaseRecipe, Recipe, RunOptions
 from .task import Classification, Task
@@ -53,15 +54,21 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/reproduce"))
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--model_args", nargs="+", default=[], metavar="NAME=VALUE",
+                        help="arguments of every model: canonical=false score=energy anchors=token,window")  # fmt: skip
     args = parser.parse_args(arguments)
 
+    model_args = parse_arguments(args.model_args)
+
     def directory(row: str) -> Path:
-        return args.output_dir / args.scale / f"{rescale(recipes[row], args.scale).model}_{row}"
+        name = "_".join([rescale(recipes[row], args.scale).model, row, *args.model_args])
+        return args.output_dir / args.scale / name
 
     smoke = args.scale == "smoke"
     table = []
     for name in args.rows:
         recipe = rescale(recipes[name], args.scale)
+        recipe = replace(recipe, model_args={**recipe.model_args, **model_args})
         expected = None if smoke else known.get(recipe.data)
         if args.data and not smoke:
             recipe = replace(recipe, data=args.data)
@@ -72,7 +79,7 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
             limit=160 if smoke else None, expected_rows=expected, resume_from_checkpoint="latest",
             checkpointing_minutes=0 if smoke else 10), task)  # fmt: skip
         length = {"steps": recipe.steps} if recipe.steps else {"epochs": recipe.epochs}
-        row: dict[str, Any] = {"row": name, "model": recipe.model, **length}
+        row: dict[str, Any] = {"row": name, "model": recipe.model, **model_args, **length}
         for metric, paper in recipe.target.items():
             row |= {f"{metric} paper": paper, f"{metric} ours": results.get(metric)}
         table.append(row)
