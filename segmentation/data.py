@@ -8,173 +8,34 @@ decoded once, into memory; others stay encoded for the loader's workers.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from common.data.sources import (
     EVALUATION_SPLITS,
     IMAGE_COLUMNS,
     IMAGE_SUFFIXES,
-    decode_image,
     find_column,
     import_datasets,
     open_image,
 )
-from common.data.splits import Arrays, Split, load_digits_data
+from common.data.splits import load_digits_data
 from common.evaluation.metrics import IGNORE_INDEX
 from common.seeding import hashed_uniform
 
-from .preprocess import ScenePreprocess, resize_image
+from .labels import ADE20K, KNOWN, Labelling
+from .splits import EncodedScenes, PixelSplit, Scenes
 
-__all__ = ["ADE20K", "CAMVID", "EncodedScenes", "Labelling", "Scenes", "load_digit_scenes", "load_scenes",
-           "load_split"]  # fmt: skip
+__all__ = ["from_dataset", "load_digit_scenes", "load_scenes", "load_split"]
 
 LABEL_COLUMNS = ("label", "annotation", "mask")
 MEMORY = 2**31  # bytes of decoded pixels and labels up to which a split of one size is held in memory
-
-
-@dataclass(frozen=True)
-class Labelling:
-    """What the numbers in label images mean: class c is c + ``first``, ``ignore`` and 255 do not count.
-
-    Without ``classes`` their number is found out from the labels themselves, if these are in memory.
-    """
-
-    classes: tuple[str, ...] | None = None
-    ignore: tuple[int, ...] = ()
-    first: int = 0
-
-    def __call__(self, stored: np.ndarray, where: str) -> Tensor:
-        """(H, W) numbers of a label image -> uint8 labels, 255 for what is ignored."""
-        labels = stored.astype(np.int64)
-        skip = np.isin(labels, (*self.ignore, IGNORE_INDEX)) | (labels < self.first)
-        labels = np.where(skip, IGNORE_INDEX, labels - self.first)
-        most = len(self.classes) if self.classes is not None else IGNORE_INDEX
-        wrong = labels[(labels != IGNORE_INDEX) & (labels >= most)]
-        if wrong.size:
-            raise ValueError(f"{where} has label {int(wrong.max()) + self.first}, but there are {most} classes, "
-                             f"labelled {self.first} to {most + self.first - 1}, and {(*self.ignore, IGNORE_INDEX)} "
-                             "to ignore")  # fmt: skip
-        return torch.from_numpy(labels.astype(np.uint8))
-
-
-CAMVID = Labelling(("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian",
-                    "bicyclist"), ignore=(11,))  # fmt: skip
-ADE20K_CLASSES = """
-wall, building, sky, floor, tree, ceiling, road, bed, windowpane, grass, cabinet, sidewalk, person, earth, door,
-table, mountain, plant, curtain, chair, car, water, painting, sofa, shelf, house, sea, mirror, rug, field,
-armchair, seat, fence, desk, rock, wardrobe, lamp, bathtub, railing, cushion, base, box, column, signboard,
-chest of drawers, counter, sand, sink, skyscraper, fireplace, refrigerator, grandstand, path, stairs, runway,
-case, pool table, pillow, screen door, stairway, river, bridge, bookcase, blind, coffee table, toilet, flower,
-book, hill, bench, countertop, stove, palm, kitchen island, computer, swivel chair, boat, bar, arcade machine,
-hovel, bus, towel, light, truck, tower, chandelier, awning, streetlight, booth, television receiver, airplane,
-dirt track, apparel, pole, land, bannister, escalator, ottoman, bottle, buffet, poster, stage, van, ship,
-fountain, conveyer belt, canopy, washer, plaything, swimming pool, stool, barrel, basket, waterfall, tent, bag,
-minibike, cradle, oven, ball, food, step, tank, trade name, microwave, pot, animal, bicycle, lake, dishwasher,
-screen, blanket, sculpture, hood, sconce, vase, traffic light, tray, ashcan, fan, pier, crt screen, plate,
-monitor, bulletin board, shower, radiator, glass, clock, flag
-"""
-ADE20K = Labelling(tuple(" ".join(name.split()) for name in ADE20K_CLASSES.split(",")), first=1)
-"""The scene parsing benchmark: 150 classes, numbered from 1; 0 is everything else."""
-
-KNOWN = {"camvid": CAMVID, "ade20k": ADE20K, "scene_parse_150": ADE20K, "adechallengedata2016": ADE20K}
-"""Labelling by the last part of a folder's or a Hub dataset's name."""
-
-
-class PixelSplit(Split):
-    """Images with a label per pixel. ``cropped``: in training, items come out of the loader as crops."""
-
-    cropped: bool = False
-
-    def prepared(self, preprocess: Any, operations: Any = None, seed: int = 0) -> Any:
-        return self
-
-
-@dataclass(frozen=True)
-class Scenes(PixelSplit, Arrays):
-    """A split in memory: images (N, 3, H, W) uint8, labels (N, H, W) uint8, class names. Items are indices."""
-
-    def __post_init__(self) -> None:
-        if not len(self.images):
-            raise ValueError("the data set is empty")
-        if self.images.ndim != 4 or (len(self.images), *self.images.shape[2:]) != tuple(self.labels.shape):
-            raise ValueError(f"images {tuple(self.images.shape)} and labels {tuple(self.labels.shape)} do not fit: "
-                             "expected (N, 3, H, W) and (N, H, W)")  # fmt: skip
-        counted = self.labels[self.labels != IGNORE_INDEX]
-        if counted.numel() and (high := int(counted.max())) >= len(self.classes):
-            raise ValueError(f"labels run up to {high}, but there are {len(self.classes)} classes")
-
-
-@dataclass(frozen=True)
-class EncodedScenes(PixelSplit):
-    """A split that is decoded on demand: ``read(items[i])`` gives the bytes of image i and of its label image.
-
-    After ``prepared`` an item is (image (3, H, W), labels (H, W), index), uint8: asked for by (epoch, index) the
-    training crop, by index alone the whole scene, its image at the size it is evaluated at, its labels at their own.
-    """
-
-    items: Sequence[Any]
-    read: Callable[[Any], tuple[bytes, bytes]]
-    labelling: Labelling
-    name: Callable[[Any], str]  # where an item comes from, for errors
-    preprocess: ScenePreprocess | None = None
-    seed: int = 0
-    cropped = True
-
-    def __post_init__(self) -> None:
-        if not len(self.items):
-            raise ValueError("the data set is empty")
-
-    @property
-    def classes(self) -> tuple[str, ...]:  # type: ignore[override]
-        if self.labelling.classes is None:
-            raise ValueError("scenes that are decoded on demand need their classes named: give a Labelling")
-        return self.labelling.classes
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def decode(self, index: int) -> tuple[Tensor, Tensor]:
-        """Image (3, h, w) and labels (h, w) of a scene at its own size, uint8."""
-        where = self.name(self.items[index])
-        try:
-            content = self.read(self.items[index])
-            image, stored = decode_image(content[0]), decode_labels(content[1])
-        except Exception as error:
-            raise ValueError(f"{where} is not a readable scene ({error}): repair or drop it") from None
-        if image.shape[:2] != stored.shape:
-            raise ValueError(f"{where}: the image is {image.shape[0]}x{image.shape[1]}, its labels are "
-                             f"{stored.shape[0]}x{stored.shape[1]}: they must have one size")  # fmt: skip
-        return torch.from_numpy(image.copy()).permute(2, 0, 1), self.labelling(stored, where)
-
-    def __getitem__(self, item: int | tuple[int, int]) -> tuple[Tensor, Tensor, int]:
-        if self.preprocess is None:
-            raise RuntimeError("an encoded split needs prepared(preprocess) before it is read")
-        epoch, index = item if isinstance(item, tuple) else (None, item)
-        image, labels = self.decode(index)
-        if epoch is not None:
-            image, labels = self.preprocess.crop(image, labels, index, self.seed, epoch)
-        else:
-            image = resize_image(image, self.preprocess.evaluation_size((image.shape[1], image.shape[2])))
-        return image.contiguous(), labels.contiguous(), index
-
-    def fetch(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        images, labels, index = batch
-        return images, labels, index
-
-    def head(self, count: int | None) -> "EncodedScenes":
-        return replace(self, items=self.items[:count])
-
-    def prepared(self, preprocess: Any, operations: Any = None, seed: int = 0) -> "EncodedScenes":
-        return replace(self, preprocess=preprocess, seed=seed)
 
 
 def load_scenes(name: str, labelling: Labelling | None = None) -> tuple[PixelSplit, PixelSplit]:
@@ -228,15 +89,6 @@ def load_digit_scenes(train: int = 1000, test: int = 200, size: int = 64) -> tup
                 patch[digit >= 64] = int(split.labels[k]) + 1
         scenes.append(Scenes(images.round().byte().expand(-1, 3, -1, -1).contiguous(), labels, names))
     return scenes[0], scenes[1]
-
-
-def decode_labels(content: bytes) -> np.ndarray:
-    """Encoded label image -> (H, W) numbers. One channel: grey levels or palette entries."""
-    with open_image(content) as image:
-        numbers = np.asarray(image)
-    if numbers.ndim != 2:
-        raise ValueError(f"labels must be an image of one channel, got mode {image.mode}")
-    return numbers
 
 
 def load_split(folder: Path, names: Sequence[str], labelling: Labelling) -> PixelSplit:

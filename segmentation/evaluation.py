@@ -29,10 +29,11 @@ from common.models.hub import resolve_file
 from common.models.registry import create_model, from_pretrained, list_models
 from common.shifts import random_shifts
 
-from .data import PixelSplit, Scenes, load_scenes
+from .data import load_scenes
 from .inference import pictures, slide
 from .model import UperNet
 from .preprocess import ScenePreprocess
+from .splits import PixelSplit, Scenes
 
 __all__ = ["METRICS", "evaluate", "main"]
 

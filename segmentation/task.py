@@ -16,10 +16,11 @@ from common.models.registry import create_model
 from common.training.recipe import BaseRecipe, RunOptions
 from common.training.task import Task
 
-from .data import PixelSplit, load_scenes
+from .data import load_scenes
 from .evaluation import evaluate
 from .model import UperNet
 from .preprocess import ScenePreprocess
+from .splits import PixelSplit
 
 __all__ = ["Segmentation", "SegmentationRecipe"]
 

@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 from common.data.sources import load_data
 from common.data.splits import Encoded
 from common.publishing import manifest as manifests
-from segmentation.data import EncodedScenes, Labelling
+from segmentation.labels import Labelling
+from segmentation.splits import EncodedScenes
 
 _spec = importlib.util.spec_from_file_location("publish", ROOT / "scripts" / "publish.py")
 assert _spec is not None

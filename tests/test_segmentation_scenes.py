@@ -10,8 +10,10 @@ from conftest import DATA
 from PIL import Image
 from segmentation_helpers import scene, write_parquet
 
-from segmentation.data import ADE20K, CAMVID, EncodedScenes, Labelling, Scenes, from_dataset, load_scenes, load_split
+from segmentation.data import from_dataset, load_scenes, load_split
+from segmentation.labels import ADE20K, CAMVID, Labelling
 from segmentation.preprocess import ScenePreprocess, distort_colours, resize_labels
+from segmentation.splits import EncodedScenes, Scenes
 
 
 def test_digit_scenes_are_real_held_out_and_always_the_same() -> None:

@@ -24,12 +24,13 @@ from common.training.engine import _parameters, train
 from common.training.recipe import BaseRecipe, parse_command_line
 from common.training.reproduce import main as reproduce
 from segmentation import UperNet
-from segmentation.data import EncodedScenes, load_scenes
+from segmentation.data import load_scenes
 from segmentation.evaluation import evaluate, load_for_evaluation
 from segmentation.evaluation import main as evaluate_cli
 from segmentation.preprocess import ScenePreprocess
 from segmentation.recipes import RECIPES
 from segmentation.reproduce import KNOWN, SCALES, rescale
+from segmentation.splits import EncodedScenes
 from segmentation.task import Segmentation, SegmentationRecipe
 
 ROOT = Path(__file__).resolve().parents[1]
