@@ -32,15 +32,8 @@ interpreted = pytest.mark.interpreted
 """Kernels against their torch forms, in Triton's interpreter: run by ``test_interpreter.py``."""
 
 
-WEIGHTS_OF_MERGINGS = ("test_weights_of_a_merging", "test_weights_of_several_mergings", "test_windows_beside_weights")
-"""Tests of test_merging.py that want ``as_on_gpu("weights")``, until they carry the mark themselves."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_interpreter.py")  # the longest first: none is left for the end
-    for item in items:
-        if getattr(item, "originalname", None) in WEIGHTS_OF_MERGINGS:
-            item.add_marker(pytest.mark.as_on_gpu("weights"))
     if not kernels.INTERPRETED:
         for item in items:
             if item.get_closest_marker("interpreted"):

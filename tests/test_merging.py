@@ -246,6 +246,7 @@ def test_merged_product_of_sums_that_lie_anywhere() -> None:
 
 
 @interpreted
+@pytest.mark.as_on_gpu("weights")
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize(
     ("channels", "outputs", "sketch"), [(24, 48, 4), (20, 33, 16), (7, 12, 3), (8, 24, 17), (16, 32, 0)]
@@ -280,6 +281,7 @@ def test_weights_of_a_merging(monkeypatch: pytest.MonkeyPatch, channels: int, ou
 
 
 @interpreted
+@pytest.mark.as_on_gpu("weights")
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("count", [2, 3, 4])
 @torch.no_grad()
@@ -308,6 +310,7 @@ def test_weights_of_several_mergings(monkeypatch: pytest.MonkeyPatch, count: int
 
 
 @interpreted
+@pytest.mark.as_on_gpu("weights")
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize(("size", "window"), [((14, 14), (7, 7)), ((12, 24), (4, 6))])
 @torch.no_grad()

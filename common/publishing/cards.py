@@ -116,7 +116,7 @@ def card_data(model: HubModel, results: Mapping[str, Any]) -> ModelCardData:
 def snippet(model: Any, source: str, data: str) -> str:
     """Python that loads the model, classifies images and moves them; it runs as it is."""
     dense = model.model_type == "upernet"
-    module, kind = ("segmentation.preprocess", "ScenePreprocess") if dense else ("common.data", "Preprocess")
+    module, kind = ("segmentation.preprocess", "ScenePreprocess") if dense else ("common.preprocess", "Preprocess")
     load, where = ("load_scenes", "segmentation.data") if dense else ("load_data", "common.data")
     names = f"PREPROCESSOR_NAME, {kind}" if not dense else "PREPROCESSOR_NAME"
     imports = ["from common import from_pretrained", "from common.hub import resolve_file"]
