@@ -6,10 +6,8 @@ A run writes into its output directory: ``config.json`` and ``model.safetensors`
 """
 
 import itertools
-import json
 import math
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +23,13 @@ from tqdm.auto import tqdm
 
 from ..data.splits import Arrays, EpochSampler
 from ..data.streaming import Stream
-from ..evaluation.plots import plot_curves, read_log
+from ..evaluation.plots import plot_curves
 from ..evaluation.tables import format_table, write_json
 from ..models.hub import HubModel
 from .checkpoints import Progress, latest_checkpoint, load_checkpoint, on_main, save_checkpoint
 from .directory import check_directory, locked, set_aside, set_later_aside
 from .guard import FiniteGuard
+from .log import Clock, RunLog
 from .recipe import BaseRecipe, RunOptions, parse_command_line
 from .task import Classification, Task
 
@@ -98,7 +97,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     on_main(accelerator, lambda: set_later_aside(output, progress.step) if resume else None)
     if options.report_to != "none":
         accelerator.init_trackers(name, config={key: str(value) for key, value in recipe.settings().items()})
-    log = _Log(accelerator, output / "log.jsonl", progress, job.best)
+    log = RunLog(accelerator, output / "log.jsonl", progress, job.best)
     parameters = sum(p.numel() for p in plain.parameters())
     lr = f"lr {recipe.scaled(recipe.lr):.3g}"
     lr += f" = {recipe.lr:g} x {recipe.batch_size}/{recipe.lr_batch}" if recipe.lr_batch else ""
@@ -132,7 +131,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
         return results
 
     guard, written = FiniteGuard(accelerator, output, options.max_skipped), [model, *([ema.module] if ema else [])]
-    stop, saved, epoch_clock = _StopSignal(), _Clock(), _Clock()
+    stop, saved, epoch_clock = _StopSignal(), Clock(), Clock()
     eval_every = options.eval_every or math.ceil(epochs / 10)
     images_per_batch = recipe.batch_size // options.gradient_accumulation_steps  # of the loader, over all processes
     every = max(1, min(50, total // 200))
@@ -287,19 +286,6 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-class _Clock:
-    """Seconds since it was started."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self.start = time.monotonic()
-
-    def seconds(self) -> float:
-        return time.monotonic() - self.start
-
-
 class _StopSignal:
     """SIGTERM asks for a checkpoint and a clean exit after the current step."""
 
@@ -309,55 +295,3 @@ class _StopSignal:
 
     def _request(self, *_: Any) -> None:
         self.requested = True
-
-
-class _Log:
-    """log.jsonl, the trackers and the progress bar, from the main process; a resumed run drops what it will redo."""
-
-    def __init__(self, accelerator: Accelerator, path: Path, progress: Progress, metric: str) -> None:
-        self.accelerator, self.path, self.metric, self.best = accelerator, path, metric, -math.inf
-        self.seconds, self.last, self.images = 0.0, time.perf_counter(), 0
-        if accelerator.is_main_process:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            rows = [row for row in read_log(path) if row["step"] <= progress.step] if progress.step else []
-            temporary = path.with_name(f".{path.name}")
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            temporary.replace(path)
-            self.best = max((row[metric] for row in rows if metric in row), default=-math.inf)
-
-    def step(self, bar: tqdm, loss: Tensor, lr: float, progress: Progress, images: int, every: int) -> None:
-        bar.update()
-        self.images += images
-        if progress.step % every:
-            return
-        value = self.accelerator.reduce(loss.detach(), "mean").item()  # waits for the device
-        now = time.perf_counter()
-        rate, self.images = self.images / (now - self.last), 0
-        self.seconds, self.last = self.seconds + now - self.last, now
-        bar.set_postfix(loss=f"{value:.3f}", lr=f"{lr:.2g}", images_per_s=f"{rate:,.0f}")
-        measured = {"loss": value} if math.isfinite(value) else {"skipped": True}  # a step that fp16 left out
-        self._write({"step": progress.step, "epoch": progress.epoch, **measured, "lr": lr,
-                     "images_per_s": round(rate, 1)})  # fmt: skip
-
-    def epoch(self, progress: Progress, images: int, loss: Tensor, clock: _Clock) -> None:
-        """Write the rate over a whole epoch, loading and augmentation included."""
-        loss.item()  # wait for the device
-        seconds = clock.seconds()
-        self._write({"step": progress.step, "epoch": progress.epoch, "epoch_seconds": round(seconds, 2),
-                     "epoch_images_per_s": round(images / seconds, 1)})  # fmt: skip
-
-    def evaluation(self, bar: tqdm, results: dict[str, Any], progress: Progress) -> bool:
-        """Write an evaluation; True where its metric is the best so far."""
-        self.seconds, self.last = self.seconds + time.perf_counter() - self.last, time.perf_counter()
-        self._write({"step": progress.step, "epoch": progress.epoch, **results})
-        shown = "  ".join(f"{key} {value:.2f}" for key, value in results.items() if isinstance(value, float))
-        bar.write(f"epoch {progress.epoch}: {shown}") if not bar.disable else None
-        value = results.get(self.metric, 0.0)
-        best, self.best = value > self.best, max(self.best, value)
-        return best
-
-    def _write(self, row: dict[str, Any]) -> None:
-        self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
-        if self.accelerator.is_main_process:
-            with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
