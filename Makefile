@@ -3,13 +3,19 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow test-all lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.installed-test lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=15 -m "not slow"
+
+# what takes long: kernels in Triton's interpreter, compilers, a browser, whole commands
+test-slow: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=15 -m slow
+
+test-all: test test-slow
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

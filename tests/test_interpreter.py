@@ -9,12 +9,18 @@ import pytest
 from conftest import ROOT
 
 FILES = [file for file in sorted(Path(__file__).parent.glob("test_*.py")) if "\n@interpreted" in file.read_text()]
+QUICK = [file for file in FILES if file.stem in ("test_activation", "test_residual", "test_rolling")]
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_kernels_compute_what_the_readable_code_says(half: int) -> None:
+@pytest.mark.parametrize("files", [
+    pytest.param(QUICK, id="quick"),
+    pytest.param(FILES[::2], id="first half", marks=pytest.mark.slow),
+    pytest.param(FILES[1::2], id="second half", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_kernels_compute_what_the_readable_code_says(files: list[Path]) -> None:
     """Else a GPU gives other results than a CPU. In two processes, which are slow to start but may run at once."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "interpreted", *FILES[half::2]]
+    assert files
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "interpreted", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
