@@ -229,7 +229,7 @@ class PoolAnchor(Anchor):
         return kernel.view(-1, 3, 3, kernel.shape[1]).permute(0, 3, 1, 2).to(dtype), (mixing * bias).sum(1)
 
     def taps(self, normed: Tensor, blocks: Sequence[MViTv2Block]) -> list[Taps]:
-        """What is scored of these blocks, in one launch: in a compiled graph, where nothing is kept. ``normed`` are the
+        """What is scored of these blocks, in one launch: in a compiled graph alone. ``normed`` are the
         first's tokens. Nothing if kernels do not take them all, or one pools by several strides."""
         strides, channels = [self.strides(block) for block in blocks], [block.attn.qkv.in_features for block in blocks]
         one = self.score.needs_layer and all(len(each) == 1 for each in strides) and torch.compiler.is_compiling()

@@ -82,7 +82,7 @@ class WindowedClassifier(Classifier):
     def anchored(self, x: Tensor, moments: Tensor | None,
                  last: int) -> tuple[Tensor | None, list[Merging], list[MergeWeights]]:  # fmt: skip
         """Where the first stage's windows begin, the mergings of stages 1..last behind the canonical anchor, and what
-        their anchor makes of their weights: where it is not kept, in a compiled graph, both in one launch."""
+        their anchor makes of their weights: in a compiled graph both in one launch."""
         offset, made, mergings, merge = None, None, [], self.merge_anchor if self.canonical else None
         merge = merge if merge is not None and merge.score.needs_layer else None
         if merge is not None:
