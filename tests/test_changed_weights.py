@@ -131,6 +131,7 @@ def test_a_functional_call_and_a_copy_have_weights_of_their_own(name: str) -> No
     assert torch.equal(twin(x), other(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MICRO)
 def test_a_compiled_model_follows_the_weights(name: str) -> None:
     """Traced once, without a compiler behind: weights are inputs of the graph, never part of it."""

@@ -62,6 +62,7 @@ def test_commands_are_right(command: str, call: Callable[..., None], capsys: pyt
             assert not [word for word in words if word.startswith("--") and word not in known], command
 
 
+@pytest.mark.slow
 def test_the_pages_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., None]) -> None:
     """The commands a newcomer types first, on a small folder of images, one after the other."""
     write_tree(tmp_path / "data", count=6)

@@ -65,6 +65,7 @@ def test_a_run_leaves_a_loadable_model_and_its_results(reference: Path) -> None:
     assert all(loss > 0 for loss in losses)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_gives_the_same_bits(reference: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of an epoch, then --resume_from_checkpoint latest: as if nothing had happened."""
     process = subprocess.Popen(command(tmp_path, "--checkpointing_steps", "2"), cwd=ROOT, env=ENVIRONMENT,
@@ -105,6 +106,7 @@ def test_sigterm_checkpoints_and_exits_cleanly(tmp_path: Path) -> None:
     assert list((tmp_path / "checkpoints").glob("step_*/model.safetensors"))
 
 
+@pytest.mark.slow
 def test_two_processes_do_what_one_does(reference: Path, tmp_path: Path) -> None:
     """The same global batch on two processes: the same losses to rounding, the same evaluation counts exactly.
 
@@ -195,6 +197,7 @@ def test_reproduce_and_evaluate_from_the_command_line(tmp_path: Path, call: Call
     assert measured["c_cons"] == measured["c_cons_worst@2"] == 100.0
 
 
+@pytest.mark.slow
 def test_rows_of_imagenet_and_plugged_in_anchors_run(tmp_path: Path, call: Callable[..., None]) -> None:
     """RandAugment, mixup, cutmix and erasing together; and the row that starts from another row's weights."""
     call("cvt/reproduce.py", "--scale", "smoke", "--rows", "imagenet_standard", "cifar10_default", "cifar10_adapted",

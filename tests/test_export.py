@@ -39,6 +39,7 @@ def contents(path: Path) -> bytes:
         return b"".join(archive.read(name) for name in archive.namelist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_onnx_files_of_adaptive_models_are_exact(name: str, digits: Tensor, tmp_path: Path) -> None:
     """Lost otherwise: who deploys with onnxruntime gets a model that is no longer shift-invariant, or another model."""
@@ -49,6 +50,7 @@ def test_onnx_files_of_adaptive_models_are_exact(name: str, digits: Tensor, tmp_
     assert check.label_kept == check.bit_identical == check.copies == 96
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_checked_onnx_file(tmp_path: Path) -> None:
     """Lost otherwise: the documented way to an ONNX file, its metadata, uint8 input, or its own check of the result."""
     import onnx
@@ -91,6 +93,7 @@ def test_a_default_model_changes_its_label_in_the_exported_graph(digits: Tensor,
     assert str(ROOT).encode() not in contents(path), "the file tells where it was written"
 
 
+@pytest.mark.slow
 def test_exported_masks_move_with_the_image(tmp_path: Path) -> None:
     """Lost otherwise: segmenters cannot be deployed, or their masks no longer follow the image; exactness in .pt2."""
     args = {"backbone_args": {"depths": (1, 1)}, "pool_scales": (1, 2), "auxiliary_channels": 0}

@@ -145,6 +145,7 @@ def test_checkpoints_by_minutes(tmp_path: Path) -> None:
     assert kept == ["step_00000002", "step_00000003", "step_00000004"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     """The operating system refuses to write on: the run says so, and what was saved before still resumes."""
     more = ("--epochs", "2", "--checkpointing_steps", "2")

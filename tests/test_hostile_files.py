@@ -172,7 +172,7 @@ ABSURD: dict[str, tuple[dict[str, Any], str]] = {
     "a class": ({"auto_map": {"AutoModel": "modeling.Evil"}}, r"unknown keys \['auto_map'\]"),
     "classes": ({"architectures": ["Evil"]}, r"unknown keys \['architectures'\]"),
     "code as an argument": ({"score": "lambda: 0"}, "neither paths nor code"),
-    "a choice that is none": ({"score": "evil"}, "score is 'evil', expected"),
+    "a choice that is none": ({"score": "evil"}, "unknown score 'evil': choose one of"),
     "anchors that are none": ({"anchors": ["token", "everything"]}, r"unknown anchors \['everything'\]"),
     "10^9 blocks": ({"depths": [10**9, 2]}, "numbers beyond 65,536 are refused"),
     "1,000 blocks": ({"depths": [500, 500]}, "more than 512 blocks are refused"),

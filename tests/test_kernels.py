@@ -113,6 +113,7 @@ def test_compilers_see_one_graph(name: str, expected: dict[str, int]) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pretended_gpu")
 @pytest.mark.parametrize("name", ["a_swin_micro", "a_cvt_micro", "a_mvitv2_micro"])
 @pytest.mark.parametrize("learning", [False, True])

@@ -92,6 +92,7 @@ def test_adaptive_micro_is_equivariant_by_itself(name: str, training: bool) -> N
         assert_shift_equivariant(stage, x, [(1, 0), (3, 2), *LARGE_SHIFTS], anchored(info["reduction"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTIVE_FULL)
 @pytest.mark.parametrize("case", ["square, all phases", "square, train mode", "non-square"])
 def test_adaptive_full_size_is_equivariant_by_itself(name: str, case: str) -> None:
@@ -171,6 +172,7 @@ def test_gradients_move_with_the_image(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients[0][1], gradients[1][1], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MICRO)
 def test_traces_into_one_graph_forward_and_backward(name: str) -> None:
     """No graph break, no ``.item()``, no branch on data. Traced by the compiler, run by the eager backend."""
@@ -183,6 +185,7 @@ def test_traces_into_one_graph_forward_and_backward(name: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTIVE_MICRO)
 def test_compiled_model_gives_the_same_labels_and_stays_exact(name: str) -> None:
     shallow = {"depths": (1,) * (3 if name in ("a_cvt_micro", "a_mvitv2_micro") else 2)}  # as many kinds of layers
@@ -195,6 +198,7 @@ def test_compiled_model_gives_the_same_labels_and_stays_exact(name: str) -> None
         assert torch.equal(compiled(x.roll((5, 9), (2, 3))), compiled(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["swin_micro", "a_swin_micro"])
 def test_compiled_in_place_checks_model_and_modes_but_not_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, graphs = build(name).eval(), []

@@ -237,6 +237,7 @@ print("published", torch.equal(published(x), local(x)))
 """
 
 
+@pytest.mark.slow
 def test_what_is_published_comes_back_to_the_bit(hub: HubServer, run: Path, tmp_path: Path) -> None:
     """From the command that people type to the logits that others get; then every kind of model, over LFS."""
     manifest = Path(shutil.copyfile(MANIFESTS["swin"], tmp_path / "manifest.json"))
@@ -269,6 +270,7 @@ def test_what_is_published_comes_back_to_the_bit(hub: HubServer, run: Path, tmp_
     assert any(request.startswith("PUT /objects/") for request in hub.requests)
 
 
+@pytest.mark.slow
 def test_large_files_may_also_travel_by_xet(hub: HubServer, tmp_path: Path) -> None:
     """The client's own way where its package hf_xet is installed, as it is by default."""
     if not xet_keeps_files_locally(hub):

@@ -117,6 +117,7 @@ def test_shapes_and_gradients(name: str) -> None:
     assert model.eval()(x).shape == (2, 3, 64, 96)
 
 
+@pytest.mark.slow
 def test_traces_into_one_graph_forward_and_backward() -> None:
     """``--compile`` would fail. Traced by the compiler, run by the eager backend."""
     model = build("upernet_a_swin_micro", backbone_args={"depths": (1, 1)}).train()
@@ -152,6 +153,7 @@ def test_micro_masks_move_with_the_image(name: str, upsampling: str) -> None:
         assert_shift_equivariant(model, x, [(3, 5), (32, 17)], dense)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "upsampling"), [
     ("upernet_a_swin_tiny", (448, 224), "bilinear"),
     ("upernet_a_swin_tiny", (224, 224), "unpool"),

@@ -153,6 +153,7 @@ def test_evaluation_from_the_command_line_draws(reference: Path, tmp_path: Path)
         evaluate_cli("", ["--model", str(CLASSIFIER)])
 
 
+@pytest.mark.slow
 def test_two_processes_count_every_scene_once(reference: Path, tmp_path: Path) -> None:
     """Nine scenes do not divide into two processes: padding must not count twice in the confusion matrix."""
     _, test = load_scenes("digits")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("a_swin_micro", "a_swinv2_micro", "a_cvt_micro", "a_mvitv2_micro")
 
 
+@pytest.mark.slow
 def test_adaptive_models_can_be_sharded() -> None:
     """Anchors read weights of modules that run later and are still in pieces: a large model could not be trained."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

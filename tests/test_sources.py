@@ -169,6 +169,7 @@ def test_a_decompression_bomb_is_refused() -> None:
         decode_image(bytes(header))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "cifar10").is_dir(), reason="the real CIFAR-10 is not beside the checkout")
 def test_the_real_cifar10_is_read() -> None:
     train, test = load_data(str(DATA / "cifar10"))

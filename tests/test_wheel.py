@@ -11,7 +11,7 @@ from conftest import ROOT
 SCRIPT = """
 import sys, timm, torch
 import common, swin
-from common.export import export_model, load_exported
+from common.publishing.export import export_model, load_exported
 assert common.__file__.startswith(sys.argv[1]), common.__file__
 model = common.from_pretrained(sys.argv[2])
 x = torch.rand(2, 3, 32, 32)
@@ -28,9 +28,10 @@ assert torch.equal(theirs(y), theirs(y.roll((5, 1), (2, 3))))
 
 def test_the_wheel_loads_predicts_adapts_and_exports(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy: building leaves files behind
-    shutil.copytree(
-        ROOT, source, ignore=shutil.ignore_patterns(".git", ".venv", "outputs", "data", "build", "*.egg-info")
-    )
+    for package in ("common", "swin", "swinv2", "cvt", "mvitv2", "segmentation"):
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("checkpoints", "__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source)], check=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
