@@ -59,7 +59,7 @@ class ConvAnchor(Anchor):
 
     def __init__(self, *, score: str = "signed", sketch: int = 0) -> None:
         super().__init__(score=score, sketch=sketch)
-        self.canonical = Canonical()
+        self.canonical = Canonical() if self.score.phase_of_place else None
 
     def forward(self, x: Tensor, conv: nn.Conv2d, fast: bool = False) -> tuple[Tensor, Tensor]:
         offset = self.offset(x, conv, fast)
@@ -100,7 +100,7 @@ class ConvAnchor(Anchor):
                                                 ready=ready), x)  # fmt: skip
 
     def _of_pixels(self, x: Tensor, stride: tuple[int, int], fast: bool, at: Tensor | None) -> Tensor:
-        if self.score.phase_of_place and at is not None:
+        if self.canonical is not None and at is not None:
             place = at if fast else self.canonical.offset(x)
             return place if fast else torch.stack([place[:, i] % s for i, s in enumerate(stride)], 1)
         x = x if at is None else roll(x, at, within=True)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
+from ..ops.dispatch import reference
 from ..ops.merge import Fold
 from ..ops.strided import Strided
 from ..ops.weights import gathered, product
@@ -40,12 +41,12 @@ _OBSERVED: list[Tensor] | None = None
 def observed_scores() -> Iterator[list[Tensor]]:
     """Every table of scores (B, s_h, s_w) that an anchor chooses by in this context, in turn; kernels are off."""
     global _OBSERVED
-    before, enabled = _OBSERVED, kernels.base.ENABLED
-    _OBSERVED, kernels.base.ENABLED = [], False
+    before, _OBSERVED = _OBSERVED, []
     try:
-        yield _OBSERVED
+        with reference():
+            yield _OBSERVED
     finally:
-        _OBSERVED, kernels.base.ENABLED = before, enabled
+        _OBSERVED = before
 
 
 def best_offset(scores: Tensor) -> Tensor:
