@@ -20,7 +20,7 @@ from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import load_data
 from common.evaluation.tables import format_table, write_json
 from common.models.hub import HubModel, resolve_file
-from common.models.registry import parse_arguments
+from common.models.registry import MODEL_ARGUMENTS, parse_arguments
 from common.shifts import random_shifts, roll
 from segmentation import UperNet
 from segmentation.data import load_scenes
@@ -43,8 +43,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=50)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", help="file to write the counts to")
-    parser.add_argument("--model_args", nargs="+", default=[], metavar="NAME=VALUE",
-                        help="arguments of all models: canonical=false score=energy anchors=token,window")  # fmt: skip
+    parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     args = parser.parse_args()
 
     rows, arguments = [], parse_arguments(args.model_args)

@@ -18,7 +18,7 @@ from ..data.preprocess import PREPROCESSOR_NAME, Preprocess, check_finite
 from ..data.sources import load_data
 from ..data.splits import Arrays, Split
 from ..models.hub import resolve_file
-from ..models.registry import create_model, from_pretrained, list_models, parse_arguments
+from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
 from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
 from .tables import format_table, write_json
 
@@ -96,8 +96,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser.add_argument("--dataloader_num_workers", type=int, default=min(8, os.cpu_count() or 1),
                         help="processes that decode large images")  # fmt: skip
     parser.add_argument("--skip_broken", action="store_true", help="leave unreadable images out, and count them")
-    parser.add_argument("--model_args", nargs="+", default=[], metavar="NAME=VALUE",
-                        help="arguments of the model: canonical=false score=energy anchors=token,window")  # fmt: skip
+    parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
     parser.add_argument("--json", help="file to write the results to")
     args = parser.parse_args(arguments)

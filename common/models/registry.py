@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 from .hub import CONFIG_NAME, HubModel, read_config, resolve_file
 from .timm_models import expose
 
-__all__ = ["create_model", "defaults", "from_pretrained", "list_models", "parse_arguments", "register_model"]
+__all__ = [
+    "MODEL_ARGUMENTS",
+    "create_model",
+    "defaults",
+    "from_pretrained",
+    "list_models",
+    "parse_arguments",
+    "register_model",
+]
 
 PACKAGES = {"swin": "swin", "swinv2": "swinv2", "cvt": "cvt", "mvitv2": "mvitv2", "upernet": "segmentation"}
 """The ``model_type`` values that a config may name, and the package of each, which registers models when imported."""
@@ -83,6 +91,15 @@ def from_pretrained(source: str, **kwargs: Any) -> HubModel:
 
 def _subclasses(cls: type[HubModel]) -> list[type[HubModel]]:
     return [sub for child in cls.__subclasses__() for sub in (child, *_subclasses(child))]
+
+
+MODEL_ARGUMENTS: dict[str, Any] = {
+    "nargs": "+",
+    "default": [],
+    "metavar": "NAME=VALUE",
+    "help": "arguments of the model: canonical=false score=energy anchors=token,window",
+}
+"""What argparse needs to know of ``--model_args``, for ``parse_arguments``."""
 
 
 def parse_arguments(items: Sequence[str]) -> dict[str, Any]:

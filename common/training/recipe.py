@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from ..data.preprocess import IMAGENET_MEAN, IMAGENET_STD
-from ..models.registry import parse_arguments
+from ..models.registry import MODEL_ARGUMENTS, parse_arguments
 
 __all__ = ["BaseRecipe", "Recipe", "RunOptions", "parse_command_line"]
 
@@ -134,8 +134,7 @@ def parse_command_line(recipes: Mapping[str, R], default: str, arguments: Sequen
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--recipe", default=default, choices=sorted(recipes), help="the run to start from")
     parser.add_argument("--adapt", action="store_true", help="the adaptive version of the model, with its weights")
-    parser.add_argument("--model_args", nargs="+", default=[], metavar="NAME=VALUE",
-                        help="arguments of the model: canonical=false score=energy anchors=token,window")  # fmt: skip
+    parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     kind = type(recipes[default])
     for cls, title in ((kind, "recipe overrides"), (RunOptions, "run options")):
         group = parser.add_argument_group(title)

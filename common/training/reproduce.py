@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ..data.sources import KNOWN
 from ..evaluation.tables import format_table, write_json
-from ..models.registry import parse_arguments
+from ..models.registry import MODEL_ARGUMENTS, parse_arguments
 from .engine import train
 from .recipe import BaseRecipe, Recipe, RunOptions
 from .task import Classification, Task
@@ -54,8 +54,7 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/reproduce"))
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--model_args", nargs="+", default=[], metavar="NAME=VALUE",
-                        help="arguments of every model: canonical=false score=energy anchors=token,window")  # fmt: skip
+    parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     args = parser.parse_args(arguments)
 
     model_args = parse_arguments(args.model_args)
