@@ -12,6 +12,11 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from common import from_pretrained
+from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.sources import load_data
+from common.evaluation.evaluate import evaluate
+from common.training import engine
 from common.training.engine import _schedule
 from common.training.recipe import Recipe, RunOptions, parse_command_line
 from common.training.task import Classification
@@ -135,3 +140,15 @@ def test_augmentation_changes_with_the_epoch(augmentation: dict[str, Any], monke
     if recipe.mixup:
         assert not torch.equal(pictures(3, 0), pictures(3, 1))
     AcceleratorState._reset_state(True)
+
+
+def test_a_compiled_run_leaves_a_loadable_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                train_digits: Callable[..., dict[str, Any]]) -> None:  # fmt: skip
+    """A compiler wraps the model: its name must not get into those of the weights."""
+    from accelerate.utils import TorchDynamoPlugin
+
+    monkeypatch.setattr(engine, "TorchDynamoPlugin", lambda backend: TorchDynamoPlugin(backend="eager"))
+    results = train_digits(tmp_path, "--compile")
+    again = evaluate(from_pretrained(tmp_path).eval(), load_data("digits")[1].head(64),
+                     Preprocess.load(tmp_path / PREPROCESSOR_NAME), ["top1"], progress=False)  # fmt: skip
+    assert again["top1"] == results["top1"]

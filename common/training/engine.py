@@ -118,7 +118,8 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
         return job.evaluate(subject)
 
     def weights() -> dict[str, Tensor]:
-        return ema.module.state_dict() if ema is not None else accelerator.get_state_dict(model)
+        state = ema.module.state_dict() if ema is not None else accelerator.get_state_dict(model)
+        return {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # which a compiler adds
 
     def finish_epoch() -> dict[str, Any]:
         guard.check(progress, written)
