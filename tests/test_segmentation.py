@@ -19,7 +19,7 @@ from common.evaluation.equivariance import assert_shift_equivariant, dense, shif
 from common.evaluation.metrics import mascc
 from common.shifts import roll
 from segmentation import UperNet, convert
-from segmentation.model import BoxMean, Grid, resample
+from segmentation.decoder import BoxMean, Level, resample
 
 MICRO = list_models("upernet_*_micro")
 ADAPTIVE_MICRO = list_models("upernet_a_*_micro")
@@ -194,7 +194,7 @@ def test_upsampling_displaces_nothing(mode: str) -> None:
     (bilinear), or at the origin of each cell what was taken from there (unpooling).
     """
     offset, fine = torch.tensor([[5, 2]]), torch.tensor([[1, 10]])
-    source, target = Grid((8, 8), 8, offset), Grid((16, 16), 4, fine)
+    source, target = Level((8, 8), 8, offset), Level((16, 16), 4, fine)
     rows = torch.zeros(1, 1, 64, 64, dtype=torch.float64)
     rows[0, 0, 30, 21] = 1.0  # one bright pixel
     cells = F.avg_pool2d(roll(rows, offset), 8)
