@@ -10,26 +10,22 @@ and takes part in no roll and no convolution.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer, trunc_normal_
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from common.anchors.modules import Anchor, ConvAnchor, Ready
-from common.kernels import depthwise_taps, fits_sketch, usable
+from common.anchors import ConvAnchor, KeysAndValues, ProjectionAnchor
+from common.grid import Grid
 from common.models.activation import GELU
 from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
+from common.models.embedding import PatchEmbed
+from common.models.head import ClassTokenHead
 from common.models.registry import defaults, register_model
-from common.ops import add_norm, depthwise, embed, kernel_weights, materialize, norm_ahead, normed, project
-from common.ops.depthwise import split_class_tokens
-from common.ops.strided import Strided
-from common.ops.weights import gathered
-from common.shifts import roll
+from common.ops import add_norm, depthwise, kernel_weights, materialize, norm_ahead, project
+from common.ops.depthwise import as_tokens, split_class_tokens
 
 ANCHORS = ("token", "projection")
 
@@ -39,69 +35,6 @@ def drop_path_rates(rate: float | tuple[float, ...], depths: tuple[int, ...]) ->
     if isinstance(rate, (int, float)):
         return calculate_drop_path_rates(rate, list(depths), stagewise=True)
     return [calculate_drop_path_rates(r, depth) for r, depth in zip(rate, depths, strict=True)]
-
-
-@contextmanager
-def frozen_statistics(module: nn.Module) -> Iterator[None]:
-    """Let BatchNorm normalise by its batch, as in training, and yet leave its running statistics as they are."""
-    norms = [norm for norm in module.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)]
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, norm.num_batches_tracked.clone()  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        for norm, (momentum, count) in zip(norms, before, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, count
-
-
-class KeyValueAnchor(Anchor):
-    """Strided projections: m* = argmax_m sum |k at phase m|^2 + |v at phase m|^2; keys and values share one offset.
-
-    k and v are the depthwise convolutions of the normalised tokens, taken at every position, before their BatchNorm.
-
-    Shapes: x (B, H, W, C), norm over C, two depthwise convolutions of C -> offsets (B, 2) in [0, stride).
-    """
-
-    @torch.no_grad()
-    def offset(self, x: Tensor, norm: nn.LayerNorm, key: nn.Conv2d, value: nn.Conv2d, fast: bool = False,
-               normed: Tensor | None = None) -> Tensor:  # fmt: skip
-        """``normed`` is ``norm`` of x, where it is known already."""
-        if not self.score.needs_layer:
-            return self.partition(x, Strided.of(key).stride, fast)
-        with self.precision(x, fast):
-            x = self.normed(x, norm, normed, fast).permute(0, 3, 1, 2)
-            kernel = self.depthwise_rows(gathered(key.weight), gathered(value.weight)).to(x.dtype)
-            ready = self._ready(key.weight, value.weight, x.dtype)
-            return self.choose(x, kernel, Strided.of(key), fast=fast, ready=ready)
-
-    def _ready(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> Ready:
-        """What is scored, by a kernel if it fits."""
-
-        def make(once: bool) -> tuple[Tensor, Tensor] | None:
-            mixing = self.directions[:, : 2 * len(key)] if self.sketch else None
-            if mixing is None or key.shape[2:] != (3, 3) or not fits_sketch(mixing, key, value):
-                return None
-            return depthwise_taps(mixing, key, value, dtype, once)
-
-        return make
-
-
-class ConvEmbed(nn.Module):
-    """Overlapping patches, projected by a strided convolution and normalised: (B, C, H, W) -> (B, H/s, W/s, D)."""
-
-    def __init__(self, *, in_chans: int, dim: int, patch_size: int, stride: int, padding: int,
-                 padding_mode: PaddingMode) -> None:  # fmt: skip
-        super().__init__()
-        if not 1 <= patch_size - 2 * padding <= stride:
-            raise ValueError(f"patch size {patch_size} with stride {stride} and padding {padding} does not give one "
-                             f"token per {stride} pixels: 1 <= size - 2 * padding <= stride must hold")  # fmt: skip
-        self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=stride, padding=padding, padding_mode=padding_mode)
-        self.norm = nn.LayerNorm(dim)
-
-    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        """``offset`` (B, 2) in [0, side) is where each image, or grid of tokens, begins, if not at (0, 0)."""
-        return embed(self.proj, x, offset, self.norm)[0]
 
 
 class ConvProjection(nn.Module):
@@ -182,43 +115,31 @@ class CvTStage(nn.Module):
     def __init__(self, *, in_chans: int, dim: int, depth: int, patch_size: int, stride: int, padding: int,
                  cls_token: bool, drop_path: Any, padding_mode: PaddingMode, **block: Any) -> None:  # fmt: skip
         super().__init__()
-        self.embed = ConvEmbed(in_chans=in_chans, dim=dim, patch_size=patch_size, stride=stride, padding=padding,
+        self.embed = PatchEmbed(in_chans=in_chans, dim=dim, size=patch_size, stride=stride, padding=padding,
                                padding_mode=padding_mode)  # fmt: skip
         self.register_parameter("cls_token", nn.Parameter(torch.zeros(1, 1, dim)) if cls_token else None)
         self.blocks = nn.ModuleList(
             Block(dim=dim, drop_path=drop_path[i], padding_mode=padding_mode, **block) for i in range(depth)
         )
 
-    def offset(self, anchor: KeyValueAnchor, x: Tensor, fast: bool, normed: Tensor | None = None) -> Tensor:
-        """``normed`` is the first block's norm of x, where it is known already."""
+    @property
+    def projected(self) -> KeysAndValues:
+        """The first block's: what is anchored for it is so for all."""
         block: Any = self.blocks[0]
-        return anchor.offset(x, block.norm1, block.attn.k.conv, block.attn.v.conv, fast, normed)
+        return KeysAndValues(block.norm1, block.attn.k.conv, block.attn.v.conv)
 
+    def shared_norm(self, grid: Grid, x: Tensor) -> Tensor | None:
+        """The first block's norm of x, where the anchor, or a kernel, has taken it."""
+        if grid.shared is not None and self.cls_token is None:
+            return grid.shared[0].flatten(1, 2)
+        return norm_ahead(x, self.blocks[0].norm1)  # type: ignore[arg-type]
 
-class ClassTokenHead(nn.Module):
-    """Linear classifier of the class token: (B, 1 + tokens, C) -> (B, num_classes)."""
-
-    def __init__(self, *, dim: int, num_classes: int, drop_rate: float) -> None:
-        super().__init__()
-        self.in_features = dim
-        self.drop = nn.Dropout(drop_rate)
-        self.fc = nn.Linear(dim, num_classes) if num_classes else nn.Identity()
-
-    def reset(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier; ``num_classes=0`` leaves the class token."""
-        if global_pool not in (None, "token"):
-            raise ValueError(f"CvT classifies from its class token: global_pool is 'token', got {global_pool!r}")
-        like = next(self.fc.parameters(), None)
-        self.fc = nn.Linear(self.in_features, num_classes) if num_classes else nn.Identity()
-        if num_classes:
-            trunc_normal_(self.fc.weight, std=0.02)
-            nn.init.zeros_(self.fc.bias)  # type: ignore[arg-type]
-        if like is not None:
-            self.fc.to(like)
-
-    def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        x = self.drop(x[:, 0])
-        return x if pre_logits else self.fc(x)
+    def with_class_token(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) -> (B, n + H W, C). In inference of the tokens' type: autocast would make all float32."""
+        tokens = x.flatten(1, 2)
+        if self.cls_token is not None:
+            tokens = torch.cat([as_tokens(self.cls_token, tokens).expand(len(x), -1, -1), tokens], 1)
+        return materialize(tokens)
 
 
 class CvT(Classifier):
@@ -260,9 +181,8 @@ class CvT(Classifier):
             {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
             for i, (dim, stride) in enumerate(zip(embed_dims, strides, strict=True))
         ]
-        scoring: Any = {"score": score, "sketch": sketch}
-        self.token_anchor = ConvAnchor(**scoring) if adaptive and "token" in anchors else None
-        self.projection_anchor = KeyValueAnchor(**scoring) if adaptive and "projection" in anchors else None
+        self.token_anchor = self.anchor(ConvAnchor, "token")
+        self.projection_anchor = self.anchor(ProjectionAnchor, "projection")
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList(
             CvTStage(in_chans=embed_dims[i - 1] if i else in_chans, dim=embed_dims[i], depth=depths[i],
@@ -287,48 +207,23 @@ class CvT(Classifier):
     def no_weight_decay(self) -> set[str]:
         return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
 
-    def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        x, offset = self.enter(x, self.token_anchor, self.stages[0].embed.proj)  # type: ignore[union-attr, arg-type]
-        begin = offset if self.adaptive else None
+    def forward_stages(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
+        stage: Any = self.stages[0]
+        grid = self.anchor_images(x, self.token_anchor, stage.embed.proj)  # A-token, of pixels
         stages: Stages = []
-        stride, tokens = 1, x
-        for i in range(last + 1):
-            stage: CvTStage = self.stages[i]  # type: ignore[assignment]
-            if i > 0 and self.token_anchor is not None:
-                begin = self.token_anchor.offset(x, stage.embed.proj, fast=self.canonical)
-                offset = offset + stride * begin
-            x, begin, origin = stage.embed(x, begin), None, None  # B, H, W, C
-            stride = self.feature_info[i]["reduction"]
-            if self.projection_anchor is not None and not usable(x):
-                o = stage.offset(self.projection_anchor, x, self.canonical)
-                x, offset = roll(x, o, (1, 2), within=True), offset + stride * o
-            b, h, w, c = x.shape
-            tokens = x.flatten(1, 2)
-            if stage.cls_token is not None:  # in inference of its tokens' type: autocast would make all float32
-                dtype = stage.cls_token.dtype if torch.is_grad_enabled() else tokens.dtype
-                tokens = torch.cat([stage.cls_token.to(dtype).expand(b, -1, -1), tokens], 1)
-            tokens = materialize(tokens)
-            norm: Any = stage.blocks[0].norm1
-            ahead = norm_ahead(tokens, norm)
-            if self.projection_anchor is not None and usable(x):
-                ahead = normed(tokens, norm) if ahead is None and self.canonical else ahead
-                known = ahead[:, -h * w :].unflatten(1, (h, w)) if ahead is not None and self.canonical else None
-                origin = stage.offset(self.projection_anchor, x, self.canonical, known)
+        for stage in self.stages[: last + 1]:
+            if stages:
+                grid = self.token_anchor.on(grid, stage.embed.proj)  # A-token, of tokens
+            grid = stage.embed(grid, self.projection_anchor)
+            grid = self.projection_anchor.on(grid, stage.projected).settle()  # keys and values, once per stage
+            _, h, w, _ = grid.tokens.shape
+            x = stage.with_class_token(grid.tokens)
+            normed = stage.shared_norm(grid, x)
             for block in stage.blocks:
-                tokens, ahead = self.run(block, tokens, (h, w), origin, ahead), None
-            tokens = tokens if self.token_anchor is None or i == last else materialize(tokens)
-            x = (tokens if stage.cls_token is None else tokens[:, -h * w :]).reshape(b, h, w, c)
-            stages.append((x, offset))
-            x = x.permute(0, 3, 1, 2)
-        return stages, tokens
-
-    def run(self, module: Callable[..., Tensor], *args: Any) -> Tensor:
-        """As in the base class, but a block that is recomputed does not update its BatchNorm statistics once more."""
-        recompute = self.grad_checkpointing and self.training and torch.is_grad_enabled()
-        if not recompute or torch.compiler.is_compiling():  # a compiled graph updates them once by itself
-            return super().run(module, *args)
-        contexts = lambda: (nullcontext(), frozen_statistics(module))  # type: ignore[arg-type]  # noqa: E731
-        return checkpoint(module, *args, use_reentrant=False, context_fn=contexts)
+                x, normed = self.run(block, x, (h, w), grid.origin, normed), None
+            grid = grid.kept(x[:, -h * w :].unflatten(1, (h, w)))
+            stages.append((grid.tokens, grid.offset))
+        return stages, x
 
 
 @register_model

@@ -1,8 +1,7 @@
 """MViTv2, default and adaptive.
 
 Li et al., *MViTv2: Improved Multiscale Vision Transformers for Classification and Detection*, CVPR 2022; adaptive
-modules of Rojas-Gomez et al., *Making Vision Transformers Truly Shift-Equivariant*, CVPR 2024. Parameters have timm's
-names.
+modules of Rojas-Gomez et al., *Making Vision Transformers Truly Shift-Equivariant*, CVPR 2024. timm's parameter names.
 
 The adaptive model is the default model plus anchors: one before the patch embedding (A-token) and one before a block
 that pools, modulo the strides of its poolings. Queries, keys, values and the max-pooled skip of a block come from the
@@ -19,7 +18,6 @@ Attention is global, so what is left is to measure relative positions around the
 """
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from operator import mul
@@ -30,53 +28,27 @@ import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_tf_
 from torch import Tensor, nn
 
-from common.anchors.modules import Anchor, ConvAnchor, Ready, Taps, best_offset
-from common.kernels import Pooled, fits_sketch, fits_token_scores, pooled_taps, usable
+from common.anchors import ConvAnchor, PooledProjections, ProjectionAnchor
 from common.models.activation import GELU
 from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
-from common.models.positions import circular_rows, linear_rows
+from common.models.embedding import PatchEmbed
+from common.models.positions import circular_rows, in_eights, linear_rows, one_hot_places
 from common.models.registry import defaults, register_model
-from common.ops import add_norm, begin_at, embed, materialize, normed, pool_heads, pool_maximum, with_positions
-from common.ops.strided import Strided
-from common.ops.weights import gathered, product
+from common.ops import add_norm, pool_heads, pool_maximum, with_positions
+from common.ops.projection_energy import Pooling
 
 ANCHORS = ("token", "pool")
-
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
-
-
-def in_eights(x: Tensor, dim: int) -> Tensor:
-    """Pad ``dim`` with zeros to a multiple of 8, the width that GPUs multiply matrices in."""
-    return F.pad(x, (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, -x.shape[dim] % 8))
-
-
-def one_hot_places(rows: int, columns: int) -> Tensor:
-    """(rows columns, channels): 1 in the row and 1 in the column of each key, rows first, each kind in eights."""
-    row, column = torch.eye(rows).repeat_interleave(columns, 0), torch.eye(columns).repeat(rows, 1)
-    return torch.cat([in_eights(row, 1), in_eights(column, 1)], 1)
 
 
 def stage_moduli(depth: int, stride_q: int, stride_kv: int) -> list[int]:
     """What each block of a stage anchors its tokens modulo, 1 for no anchor.
-
     The first block pools queries and keys; the others keep the grid and pool keys alone, so that one more anchor
     before the second block serves them all, unless what the first has left is enough.
     """
     first = math.lcm(stride_q, stride_kv)
     rest = [stride_kv if first // stride_q % stride_kv else 1] + [1] * depth
     return [first, *rest][:depth]
-
-
-class PatchEmbed(nn.Module):
-    """Overlapping patches, projected: (B, C, H, W) -> (B, H/s, W/s, D)."""
-
-    def __init__(self, *, kernel: int, stride: int, in_chans: int, dim: int, padding_mode: PaddingMode) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(in_chans, dim, kernel, stride, kernel // 2, padding_mode=padding_mode)
-
-    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        """``offset`` (B, 2) in [0, side) is where each image begins, if not at (0, 0)."""
-        return embed(self.proj, x, offset)[0]
 
 
 class PoolingAttention(nn.Module):
@@ -134,10 +106,18 @@ class PoolingAttention(nn.Module):
                              ((self.rel_pos_h, self.rows), (self.rel_pos_w, self.columns)))  # fmt: skip
         return with_positions(q, by_row, by_column)
 
+    def poolings(self) -> list[Pooling]:
+        """What is pooled, stride by stride, but for stride 1, which has no choice: keys stride as values do."""
+        pools, dim, made = (self.pool_q, self.pool_k, self.pool_v), self.proj.in_features, []
+        for stride in sorted({pool.stride for pool in pools} - {(1, 1)}):
+            chosen = [i for i, pool in enumerate(pools) if pool.stride == stride]  # side by side
+            outputs = slice(chosen[0] * dim, (chosen[-1] + 1) * dim)
+            made.append(Pooling(self.qkv, outputs, [pools[i] for i in chosen], self.num_heads))
+        return made
+
 
 class MViTv2Block(nn.Module):
     """Pooling attention, then an MLP, each pre-normalised and residual: (B, H, W, C) -> (B, H/s, W/s, D).
-
     Where the width changes, the skip is projected from the normalised tokens; where queries are pooled, the skip is
     max-pooled. ``modulus`` says modulo what an adaptive model anchors the tokens first.
     """
@@ -157,9 +137,13 @@ class MViTv2Block(nn.Module):
         self.mlp = Mlp(out_dim, int(out_dim * mlp_ratio), act_layer=GELU)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
+    @property
+    def pooled(self) -> PooledProjections:
+        return PooledProjections(self.norm1, (self.modulus, self.modulus), self.attn.poolings())
+
     def forward(self, x: Tensor, origin: Tensor | None = None, normed: Tensor | None = None) -> Tensor:
         """``origin`` (B, 2) in [0, side) is where tokens begin, if not at (0, 0): those that come out do there.
-        ``normed`` is ``norm1`` of x, where it is known already."""
+        ``normed`` is ``norm1`` of x, where an anchor has taken it."""
         normed = self.norm1(x) if normed is None else normed
         skip = x if self.shortcut_proj_attn is None else self.shortcut_proj_attn(normed)
         update = self.drop_path(self.attn(normed, origin))
@@ -183,91 +167,6 @@ class MViTv2Stage(nn.Module):
                         modulus=moduli[i], **block)
             for i in range(depth)
         )  # fmt: skip
-
-
-class PoolAnchor(Anchor):
-    """Adaptive pooling: m* = argmax_m of the energy of a block's strided queries, keys and values at phase m, summed.
-
-    Every strided pooling is taken at each position, before its norm (which would level all energies). Projection and
-    pooling are one convolution of the normalised tokens, with kernel P[o, i, j] W[o, c]. A pooling of stride s sees
-    phase m of the block's modulus as m mod s.
-
-    Shapes: x (B, H, W, C) -> offsets (B, 2) in [0, modulus).
-    """
-
-    @torch.no_grad()
-    def offset(self, x: Tensor, block: MViTv2Block, fast: bool = False, normed: Tensor | None = None,
-               known: Taps | None = None) -> Tensor:  # fmt: skip
-        """``normed`` is ``norm1`` of x, and ``known`` what ``taps`` makes of the block, if that is done already."""
-        if not self.score.needs_layer:
-            return self.partition(x, (block.modulus, block.modulus), fast)
-        attn, strides = block.attn, self.strides(block)
-        pools = (attn.pool_q, attn.pool_k, attn.pool_v)
-        with self.precision(x, fast):
-            x = self.normed(x, block.norm1, normed, fast).permute(0, 3, 1, 2)
-            scores = []
-            for stride in strides:
-                kernel, bias = self._of_weights(attn, stride, x.dtype)
-                ready = self._ready(attn, stride, x.dtype) if known is None else lambda _: known
-                how = kernel, Strided.of(pools[1])._replace(stride=stride), bias, None, fast, ready
-                if strides == [(block.modulus, block.modulus)]:
-                    return self.choose(x, *how)
-                scores.append(self.phases(x, *how).tile([block.modulus // s for s in stride]))
-            return best_offset(torch.stack(scores).sum(0))
-
-    def _of_weights(self, attn: PoolingAttention, stride: tuple[int, int],
-                    dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Kernel (r, C, 3, 3) and bias (r,) of what is scored: projection and pooling at one stride."""
-        span, pools = self._pooled(attn, stride)
-        taps = torch.cat([gathered(pool)[:, 0].repeat(attn.num_heads, 1, 1) for pool in pools])
-        weight, bias = gathered(attn.qkv.weight)[span], taps.sum((1, 2)) * gathered(attn.qkv.bias)[span]
-        mixing = self.mixing(len(taps), taps)
-        if mixing is None:
-            return (taps[:, None] * weight[..., None, None]).to(dtype), bias  # D, C, 3, 3
-        mixed = mixing[..., None, None] * taps  # r, D, 3, 3
-        kernel = product(mixed.permute(0, 2, 3, 1).flatten(0, 2), weight)  # (r, 3, 3), C
-        return kernel.view(-1, 3, 3, kernel.shape[1]).permute(0, 3, 1, 2).to(dtype), (mixing * bias).sum(1)
-
-    def taps(self, normed: Tensor, blocks: Sequence[MViTv2Block]) -> list[Taps]:
-        """What is scored of these blocks, in one launch: in a compiled graph alone. ``normed`` are the
-        first's tokens. Nothing if kernels do not take them all, or one pools by several strides."""
-        strides, channels = [self.strides(block) for block in blocks], [block.attn.qkv.in_features for block in blocks]
-        one = self.score.needs_layer and all(len(each) == 1 for each in strides) and torch.compiler.is_compiling()
-        once = all(fits_token_scores(normed, self.sketch, 3, 1, n) for n in channels)
-        of = [(block.attn, each[0]) for block, each in zip(blocks, strides, strict=True)]
-        return self._made(of, normed.dtype, True) if one and once else []
-
-    def strides(self, block: MViTv2Block) -> list[tuple[int, int]]:
-        """Of a block's poolings: all but 1, which has one phase and no choice."""
-        pools = block.attn.pool_q, block.attn.pool_k, block.attn.pool_v
-        return sorted({Strided.of(pool).stride for pool in pools} - {(1, 1)})
-
-    def _ready(self, attn: PoolingAttention, stride: tuple[int, int], dtype: torch.dtype) -> Ready:
-        """What is scored, by a kernel if it fits."""
-
-        def make(once: bool) -> tuple[Tensor, Tensor] | None:
-            made = self._made([(attn, stride)], dtype, once)
-            return made[0] if made else None
-
-        return make
-
-    def _made(self, of: Sequence[tuple[PoolingAttention, tuple[int, int]]], dtype: torch.dtype,
-              once: bool) -> list[Taps]:  # fmt: skip
-        """What is scored of each projection and its pooling at one stride; none if a kernel does not fit."""
-        pooled = [self._pooled(attn, stride) for attn, stride in of]
-        sizes = [span.stop - span.start for span, _ in pooled]
-        mixing = self.mixing(max(sizes), self.wave) if min(sizes) > self.sketch else None
-        weights = [[attn.qkv.weight, attn.qkv.bias] for attn, _ in of]
-        if not fits_sketch(mixing, *(t for own, (_, pools) in zip(weights, pooled, strict=True) for t in own + pools)):
-            return []
-        given = [Pooled(w[span], b[span], pools) for (w, b), (span, pools) in zip(weights, pooled, strict=True)]
-        return pooled_taps(mixing, given, dtype, once)  # type: ignore[arg-type]
-
-    def _pooled(self, attn: PoolingAttention, stride: tuple[int, int]) -> tuple[slice, list[Tensor]]:
-        """Which of the projection's outputs are pooled at one stride, and with what weights."""
-        pools, dim = (attn.pool_q, attn.pool_k, attn.pool_v), attn.proj.in_features
-        chosen = [i for i, pool in enumerate(pools) if pool.stride == stride]  # side by side: k strides as v
-        return slice(chosen[0] * dim, (chosen[-1] + 1) * dim), [pools[i].weight for i in chosen]
 
 
 class MViTv2(Classifier):
@@ -310,14 +209,13 @@ class MViTv2(Classifier):
         self.padding_mode = resolve_padding(padding_mode, adaptive)
         if patch_kernel % 2 == 0:
             raise ValueError(f"patch_kernel {patch_kernel} has no centre: choose an odd one")
-
         dims = [embed_dim * 2**i for i in range(len(depths))]
         self.num_features = dims[-1]
         self.feature_info = [
             {"num_chs": dims[i], "reduction": strides[i + 1], "module": f"stages.{i}"} for i in range(len(depths))
         ]
-        self.patch_embed = PatchEmbed(kernel=patch_kernel, stride=patch_stride, in_chans=in_chans, dim=embed_dim,
-                                      padding_mode=self.padding_mode)  # fmt: skip
+        patches: Any = {"size": patch_kernel, "stride": patch_stride, "padding": patch_kernel // 2, "norm": False}
+        self.patch_embed = PatchEmbed(in_chans=in_chans, dim=embed_dim, padding_mode=self.padding_mode, **patches)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         height, width = self.img_size
         self.stages = nn.ModuleList(
@@ -330,9 +228,8 @@ class MViTv2(Classifier):
         self.norm = LayerNorm(self.num_features)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type="avg", drop_rate=drop_rate,
                                    input_fmt="NHWC")  # fmt: skip
-        scoring: Any = {"score": score, "sketch": sketch}
-        self.token_anchor = ConvAnchor(**scoring) if adaptive and "token" in anchors else None
-        self.pool_anchor = PoolAnchor(**scoring) if adaptive and "pool" in anchors else None
+        self.token_anchor = self.anchor(ConvAnchor, "token")
+        self.pool_anchor = self.anchor(ProjectionAnchor, "pool")
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -348,34 +245,24 @@ class MViTv2(Classifier):
     def check_size(self, size: tuple[int, int]) -> None:
         super().check_size(size)
         if size != self.img_size:
-            raise ValueError(f"image size {size[0]}x{size[1]}: this model has relative positions for "
-                             f"{self.img_size[0]}x{self.img_size[1]} alone. Resize or pad the image, or build the "
-                             f"model with img_size={size}")  # fmt: skip
+            raise ValueError(f"image size {size[0]}x{size[1]}: this model has relative positions for images of "
+                             f"{self.img_size} alone. Resize or pad, or build it with img_size={size}")  # fmt: skip
 
-    def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        x, offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
-        x = self.patch_embed(x, offset if self.adaptive else None)
-        stride = self.patch_embed.proj.stride[0]
+    def forward_stages(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
+        grid = self.anchor_images(x, self.token_anchor, self.patch_embed.proj)  # A-token
+        grid = self.patch_embed(grid, self.pool_anchor)
+        walked: Any = self.stages[: last + 1]
+        anchored = [block.pooled for stage in walked for block in stage.blocks if block.modulus > 1]
+        grid = self.pool_anchor.plan(grid, anchored)
         stages: Stages = []
-        walked: list[Any] = list(self.stages[: last + 1])
-        anchored = [block for stage in walked for block in stage.blocks if block.modulus > 1]
-        made: list[Taps] | None = None
         for stage in walked:
             for block in stage.blocks:
-                origin = ahead = None
-                if self.pool_anchor is not None and block.modulus > 1:
-                    x = materialize(x)
-                    ahead = normed(x, block.norm1) if usable(x) and self.canonical else None
-                    if made is None and ahead is not None:
-                        made = self.pool_anchor.taps(ahead, anchored)
-                    known = made.pop(0) if made else None
-                    origin = self.pool_anchor.offset(x, block, self.canonical, ahead, known)
-                    offset = offset + stride * origin
-                    x, origin, _ = begin_at(x, origin, inference=True)
-                x = self.run(block, x, origin, ahead)
-                stride *= block.stride
-            stages.append((x, offset))
-        return stages, x
+                if block.modulus > 1:
+                    grid = self.pool_anchor.on(grid, block.pooled).settle(inference=True)
+                normed = None if grid.shared is None else grid.shared[0]
+                grid = grid.then(self.run(block, grid.tokens, grid.origin, normed), block.stride)
+            stages.append((grid.tokens, grid.offset))
+        return stages, grid.tokens
 
     def no_weight_decay(self) -> set[str]:
         return {name for name, _ in self.named_parameters() if "rel_pos" in name}

@@ -24,11 +24,10 @@ from common.shifts import random_shifts, standard_shift
 def stability(anchor: ConvAnchor, conv: nn.Conv2d, images: Tensor, pairs: int) -> float:
     """Percent of (image, shift) pairs whose phase moves with the content."""
     stride, reach, index = conv.stride[0], images.shape[2] // 8, torch.arange(len(images), device=images.device)
-    begin = torch.zeros(len(images), 2, dtype=torch.long, device=images.device)
-    before, kept = anchor.offset(images, conv, at=begin) % stride, 0
+    before, kept = anchor(images, conv)[1], 0
     for pair in range(pairs):
         shift = random_shifts(index, (-reach, -reach), (reach, reach), pair)
-        after = anchor.offset(standard_shift(images, shift), conv, at=begin) % stride
+        after = anchor(standard_shift(images, shift), conv)[1]
         kept += int((after == (before + shift) % stride).all(1).sum())
     return 100 * kept / (pairs * len(images))
 

@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from common.anchors.scoring import observed_scores
+from common.anchors import observed_scores
 from common.data.sources import load_data
 from common.data.splits import Split
 from common.evaluation.tables import format_table, write_json
@@ -39,7 +39,6 @@ SCORES: dict[str, dict[str, Any]] = {
     "energy": {"score": "energy", "sketch": 0},
     "signed": {"score": "signed", "sketch": 4},
     "fixed": {"score": "fixed"},
-    "canonical": {"score": "canonical"},
     "peak": {"score": "peak"},
 }
 VARIANTS: dict[str, dict[str, Any] | None] = {

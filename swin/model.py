@@ -14,13 +14,15 @@ import torch
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_
 from torch import Tensor, nn
 
-from common.anchors.modules import MergeAnchor
+from common.anchors import NoAnchor
+from common.grid import Grid
 from common.models.activation import GELU
+from common.models.embedding import PatchEmbed
 from common.models.registry import defaults, register_model
-from common.models.windowed import ANCHORS, PatchEmbed, WindowedClassifier
+from common.models.windowed import ANCHORS, WindowedClassifier
 from common.models.windows import in_whole_windows, relative_position_index
-from common.ops import add_norm, attend_in_windows, reduce_patches, reduction_dtype
-from common.ops.merge import MergeWeights, Merging
+from common.ops import add_norm, attend_in_windows, reduce_patches
+from common.ops.merge_energy import Merging
 
 
 class WindowAttention(nn.Module):
@@ -81,17 +83,15 @@ class PatchMerging(nn.Module):
         self.norm = nn.LayerNorm(4 * dim)
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None, weights: MergeWeights | None = None,
-                wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """``offset`` (B, 2) in [0, side) is where each grid begins, if not at (0, 0); ``weights`` are those made before
-        it was chosen. With ``wave`` also the tokens' moments, where they cost little: see ``reduce_patches``."""
-        return reduce_patches(x, offset, self.norm, self.reduction, weights, wave)
+    def forward(self, grid: Grid, anchor: NoAnchor, next_anchor: NoAnchor) -> Grid:
+        """``next_anchor`` is the one whose moments a kernel may leave."""
+        grid, modules = anchor.on(grid, self.reduction, self.norm), (self.norm, self.reduction)
+        x, moments = reduce_patches(grid.tokens, grid.origin, *modules, grid.shared, next_anchor.reads)
+        return grid.then(x, 2, moments)
 
-    def merging(self, x: Tensor) -> Merging:
-        return Merging(self.reduction, self.norm, reduction_dtype(x, self.norm, self.reduction))
-
-    def offset(self, anchor: MergeAnchor, x: Tensor, fast: bool, weights: MergeWeights | None) -> Tensor:
-        return anchor.offset(x, self.reduction, self.norm, fast, weights)
+    @property
+    def merging(self) -> Merging:
+        return Merging(self.reduction, self.norm)
 
 
 class SwinStage(nn.Module):
@@ -129,7 +129,7 @@ class Swin(WindowedClassifier):
                  canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
                  score: str = "signed", sketch: int = 4) -> None:  # fmt: skip
         super().__init__(locals())
-        self.patch_embed = PatchEmbed(patch_size=patch_size, in_chans=in_chans, dim=embed_dim)
+        self.patch_embed = PatchEmbed(in_chans=in_chans, dim=embed_dim, size=patch_size, stride=patch_size)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         self.layers = nn.ModuleList(
             SwinStage(dim=self.dims[max(i - 1, 0)], out_dim=self.dims[i], depth=depths[i], downsample=i > 0,

@@ -17,13 +17,15 @@ from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from common.anchors.modules import MergeAnchor
+from common.anchors import NoAnchor
+from common.grid import Grid
 from common.models.activation import GELU
+from common.models.embedding import PatchEmbed
 from common.models.registry import defaults, register_model
-from common.models.windowed import ANCHORS, PatchEmbed, WindowedClassifier
+from common.models.windowed import ANCHORS, WindowedClassifier
 from common.models.windows import in_whole_windows, relative_position_index
-from common.ops import attend_in_windows, reduce_patches, reduction_dtype
-from common.ops.merge import MergeWeights, Merging
+from common.ops import attend_in_windows, reduce_patches
+from common.ops.merge_energy import Merging
 
 
 def log_spaced_positions(window: tuple[int, int], pretrained_window: int) -> Tensor:
@@ -115,17 +117,15 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
         self.norm = nn.LayerNorm(out_dim)
 
-    def forward(self, x: Tensor, offset: Tensor | None = None, weights: MergeWeights | None = None,
-                wave: Tensor | None = None) -> tuple[Tensor, None]:  # fmt: skip
-        """``offset`` (B, 2) in [0, side) is where each grid begins, if not at (0, 0); ``weights`` are those made before
-        it was chosen. The tokens' moments are not known before their norm."""
-        return self.norm(reduce_patches(x, offset, None, self.reduction, weights)[0]), None
+    def forward(self, grid: Grid, anchor: NoAnchor, next_anchor: NoAnchor) -> Grid:
+        """The tokens' moments for the ``next_anchor`` are not known before their norm."""
+        grid = anchor.on(grid, self.reduction, None)
+        x, _ = reduce_patches(grid.tokens, grid.origin, None, self.reduction, grid.shared)
+        return grid.then(self.norm(x), 2)
 
-    def merging(self, x: Tensor) -> Merging:
-        return Merging(self.reduction, None, reduction_dtype(x, None, self.reduction))
-
-    def offset(self, anchor: MergeAnchor, x: Tensor, fast: bool, weights: MergeWeights | None) -> Tensor:
-        return anchor.offset(x, self.reduction, None, fast, weights)
+    @property
+    def merging(self) -> Merging:
+        return Merging(self.reduction, None)
 
 
 class SwinV2Stage(nn.Module):
@@ -165,7 +165,7 @@ class SwinV2(WindowedClassifier):
                  canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
                  score: str = "signed", sketch: int = 4) -> None:  # fmt: skip
         super().__init__(locals())
-        self.patch_embed = PatchEmbed(patch_size=patch_size, in_chans=in_chans, dim=embed_dim)
+        self.patch_embed = PatchEmbed(in_chans=in_chans, dim=embed_dim, size=patch_size, stride=patch_size)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         self.layers = nn.ModuleList(
             SwinV2Stage(dim=self.dims[max(i - 1, 0)], out_dim=self.dims[i], depth=depths[i], downsample=i > 0,

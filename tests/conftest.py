@@ -48,13 +48,13 @@ def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return
     real = {what for mark in request.node.iter_markers("as_on_gpu") for what in mark.args}
     if "images" not in real:
-        for how in (kernels.patches.TOKENS, kernels.patches.PHASES):
+        for how in (kernels.image_conv.TOKENS, kernels.image_conv.PHASES):
             monkeypatch.setitem(how, "programs", 4)
     if "weights" not in real:
         for module, name in (
             (kernels.sketching, "COLUMNS"),
             (kernels.sketching, "POOLED"),
-            (kernels.reducing, "MERGED"),
+            (kernels.merge_weights, "MERGED"),
         ):
             monkeypatch.setattr(module, name, 256)
 

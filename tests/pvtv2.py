@@ -13,23 +13,11 @@ from torch import Tensor, nn
 
 from common.anchors import ConvAnchor
 from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
-from common.ops import convolve, embed
-from common.shifts import roll
+from common.models.embedding import PatchEmbed
+from common.ops import convolve
 
 ANCHORS = ("token", "reduction")
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
-
-
-class PatchEmbed(nn.Module):
-    """Overlapping patches, projected and normalised: (B, C, H, W) -> (B, H/s, W/s, D)."""
-
-    def __init__(self, *, size: int, stride: int, in_chans: int, dim: int, padding_mode: PaddingMode) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(in_chans, dim, size, stride, size // 2, padding_mode=padding_mode)
-        self.norm = nn.LayerNorm(dim)
-
-    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        return embed(self.proj, x, offset, self.norm)[0]
 
 
 class Attention(nn.Module):
@@ -85,7 +73,7 @@ class Stage(nn.Module):
 
     def __init__(self, *, in_chans: int, dim: int, depth: int, first: bool, **block: Any) -> None:
         super().__init__()
-        self.downsample = None if first else PatchEmbed(size=3, stride=2, in_chans=in_chans, dim=dim,
+        self.downsample = None if first else PatchEmbed(in_chans=in_chans, dim=dim, size=3, stride=2, padding=1,
                                                         padding_mode=block["padding_mode"])  # fmt: skip
         self.blocks = nn.ModuleList(Block(dim=dim, **block) for _ in range(depth))
         self.norm = LayerNorm(dim)
@@ -108,7 +96,9 @@ class PVTv2(Classifier):
         self.num_features = embed_dims[-1]
         self.feature_info = [{"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
                              for i, (dim, stride) in enumerate(zip(embed_dims, strides, strict=True))]  # fmt: skip
-        self.patch_embed = PatchEmbed(size=7, stride=4, in_chans=in_chans, dim=embed_dims[0], padding_mode=mode)
+        self.patch_embed = PatchEmbed(
+            in_chans=in_chans, dim=embed_dims[0], size=7, stride=4, padding=3, padding_mode=mode
+        )
         self.stages = nn.ModuleList(
             Stage(in_chans=embed_dims[max(i - 1, 0)], dim=embed_dims[i], depth=depths[i], first=i == 0,
                   num_heads=num_heads[i], reduction=reductions[i], mlp_ratio=mlp_ratios[i], padding_mode=mode)
@@ -116,29 +106,23 @@ class PVTv2(Classifier):
         )  # fmt: skip
         self.norm = nn.Identity()  # the last stage has its own
         self.head = ClassifierHead(embed_dims[-1], num_classes, pool_type="avg", input_fmt="NHWC")
-        self.token_anchor = ConvAnchor(score=score, sketch=sketch) if adaptive and "token" in anchors else None
-        self.reduction_anchor = ConvAnchor(score=score, sketch=sketch) if adaptive and "reduction" in anchors else None
+        self.token_anchor = self.anchor(ConvAnchor, "token")
+        self.reduction_anchor = self.anchor(ConvAnchor, "reduction")
 
-    def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
-        x, offset = self.enter(x, self.token_anchor, self.patch_embed.proj)
-        x = self.patch_embed(x, offset if self.adaptive else None)
+    def forward_stages(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
+        grid = self.anchor_images(x, self.token_anchor, self.patch_embed.proj)
+        grid = self.patch_embed(grid, self.reduction_anchor)
         stages: Stages = []
         stage: Any
-        for i, stage in enumerate(self.stages[: last + 1]):
-            stride = self.feature_info[i]["reduction"]
+        for stage in self.stages[: last + 1]:
             if stage.downsample is not None:
-                begin, x = None, x.permute(0, 3, 1, 2)
-                if self.token_anchor is not None:  # A-token, of tokens
-                    begin = self.token_anchor.offset(x, stage.downsample.proj, self.canonical)
-                    offset = offset + stride // 2 * begin
-                x = stage.downsample(x, begin)
-            block = stage.blocks[0]
-            if self.reduction_anchor is not None and block.attn.sr is not None:  # once: the blocks keep the grid
-                tokens = block.norm1(x).permute(0, 3, 1, 2)
-                begin = self.reduction_anchor.offset(tokens, block.attn.sr, self.canonical)
-                x, offset = roll(x, begin, (1, 2)), offset + stride * begin
+                grid = self.token_anchor.on(grid, stage.downsample.proj)  # A-token, of tokens
+                grid = stage.downsample(grid, self.reduction_anchor)
+            if (reduction := stage.blocks[0].attn.sr) is not None:  # once: the blocks keep the grid
+                grid = self.reduction_anchor.on(grid, reduction).roll()
+            tokens = grid.tokens
             for block in stage.blocks:
-                x = self.run(block, x)
-            x = stage.norm(x)
-            stages.append((x, offset))
-        return stages, x
+                tokens = self.run(block, tokens)
+            grid = grid.kept(stage.norm(tokens))
+            stages.append((grid.tokens, grid.offset))
+        return stages, grid.tokens

@@ -5,7 +5,7 @@ import torch
 from conftest import ALL_PHASES, awkward_images
 from torch import Tensor, nn
 
-from common.anchors.modules import ConvAnchor, MergeAnchor, WindowAnchor, best_offset, phase_scores, token_energy
+from common.anchors import ConvAnchor, MergeAnchor, WindowAnchor, best_offset, phase_scores, token_energy
 from common.evaluation.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
 from common.models.upsample import unpool
 from common.ops import merge_patches

@@ -117,12 +117,12 @@ def test_the_papers_modules_are_found_in_the_papers_models() -> None:
         model, x, setting = build(name, Setting(batch_size=1))
         calls = module_calls(model, x, setting)
         assert {label for known, label in SCRIPT["MODULES"] if known == family} <= set(calls)
-        methods = ("forward", "beside", "offset", "weights")
+        methods = ("forward", "choose", "place")
         left = [name for module in model.modules() for name in methods if name in vars(module)]
         assert not left  # recording leaves nothing behind
         anchored = calls["tokenization"]
         anchor = model.token_anchor
-        assert [function for function, _, _ in anchored] == [anchor.offset, model.patch_embed]
+        assert [function for function, _, _ in anchored] == [anchor.choose, model.patch_embed]
         windows = sum(label.startswith("window selection") for label in calls)
         assert windows == (4 if family == "swin" else 0)  # of all stages
 

@@ -6,7 +6,8 @@ from conftest import awkward_images, interpreted, launches
 from torch import Tensor
 
 from common import kernels
-from common.anchors.canonical import Canonical, read, residue
+from common.anchors import Canonical
+from common.ops.canonical import read, residue
 from common.shifts import roll
 
 SIZES = [(7, 7), (12, 12), (16, 16), (9, 20)]
@@ -187,7 +188,7 @@ def test_images_are_packed_as_they_are_read(monkeypatch: pytest.MonkeyPatch, cha
     """To the bit, in any layout, and what is not finite stays so, though it counts as zero for the offset."""
     x = torch.randn(3, channels, 24, 20)[:, :, ::2]
     x[0, -1, 1, 1], x[1, 0, 2, 2], x[2, 0, 3, 3] = float("nan"), float("inf"), -1e30
-    launched = launches(monkeypatch, "patches", "pixels")
+    launched = launches(monkeypatch, "image_conv", "pixels")
     for image in (x, x.contiguous(), x.contiguous(memory_format=torch.channels_last)):
         offset, packed, _ = Canonical().place(image, dtype)
         assert launched == (["_image_pixels"] if channels == 5 else [])
@@ -201,7 +202,7 @@ def test_images_are_packed_as_they_are_read(monkeypatch: pytest.MonkeyPatch, cha
         assert torch.equal(*(t.view(bits) for t in whole))
         assert torch.equal(offset, Canonical().offset(image))
         launched.clear()
-    assert Canonical().place(packed, dtype).images is packed
+    assert Canonical().place(packed, dtype)[1] is packed
     assert not launched
 
 

@@ -15,13 +15,14 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
 
 from common import create_model, kernels
-from common.anchors.modules import ConvAnchor, MergeAnchor, WindowAnchor, best_offset
+from common.anchors import ConvAnchor, KeysAndValues, MergeAnchor, ProjectionAnchor, WindowAnchor, best_offset
+from common.anchors.energy import at_every_position, phase_energies
 from common.models.windows import shifted_window_mask
 from common.ops import attend_in_windows, merge_patches
-from common.ops.merge import Fold
+from common.ops.choice import moments
+from common.ops.energy import plain_taps
 from common.ops.strided import Strided
 from common.ops.weights import product
-from cvt.model import KeyValueAnchor
 
 if kernels.AVAILABLE:
     import triton
@@ -94,10 +95,10 @@ def trace(name: str, backend: Callable[..., Any], batch: int, learning: bool = F
     ("swin_tiny", {"image_tokens": 1, "window_attention": 12, "gelu": 12, "add_norm": 12}),
     ("a_swin_tiny", {**IMAGE, **WINDOWS, "best_phase": 2, "add_norm": 12}),
     ("a_swinv2_tiny", {**IMAGE, **WINDOWS, "best_phase": 2}),
-    ("a_cvt_13", {**IMAGE, "sketched": 2, "best_phase": 3, "token_scores": 2, "token_choice": 3, "depthwise_norm": 26,
-                  "gelu": 13, "add_norm": 16, "depthwise_taps": 3, "convolution_taps": 2, "convolved": 2,
+    ("a_cvt_13", {**IMAGE, "best_phase": 3, "token_scores": 2, "token_choice": 3, "depthwise_norm": 26,
+                  "gelu": 13, "add_norm": 17, "depthwise_taps": 3, "convolution_taps": 2, "convolved": 2,
                   "normed_taps": 13}),
-    ("a_mvitv2_tiny", {**IMAGE, "sketched": 5, "best_phase": 3, "token_scores": 2, "token_choice": 3, "pooled": 30,
+    ("a_mvitv2_tiny", {**IMAGE, "best_phase": 3, "token_scores": 2, "token_choice": 3, "pooled": 30,
                        "positioned": 10, "pooled_maximum": 3, "gelu": 10, "add_norm": 10, "pooled_taps": 1}),
 ])  # fmt: skip
 def test_compilers_see_one_graph(name: str, expected: dict[str, int]) -> None:
@@ -175,14 +176,12 @@ def test_phases_of_convolutions(monkeypatch: pytest.MonkeyPatch, kernel: int, st
                                 score: Any, sketch: int) -> None:  # fmt: skip
     anchor = ConvAnchor(score=score, sketch=sketch)
     conv = nn.Conv2d(channels, 32, kernel, stride, padding)
-    x = torch.randn(2, channels, 8, 12)
-    weight, bias = anchor.rows(conv.weight.detach()), anchor.rows(conv.bias.detach()[:, None])[:, 0]
-    fast, plain = both(monkeypatch, lambda: anchor.phases(x, weight, Strided.of(conv), bias, fast=True))
-    assert torch.allclose(fast, plain, rtol=1e-5)
-    assert torch.equal(best_offset(fast), best_offset(plain))
-    monkeypatch.setattr(kernels.base, "ENABLED", True)
-    other = anchor.phases(x, weight, Strided.of(conv), bias + 1, fast=True)
-    assert not torch.allclose(other, fast)  # the same weights with another bias are no old acquaintance
+    x = torch.randn(4, channels, 8, 12)
+    launched = launches(monkeypatch, "token_scores")
+    fast, plain = both(monkeypatch, lambda: anchor.offset(x, conv, low_precision=True))
+    assert launched
+    assert torch.equal(fast, plain)
+    assert len(plain.unique(dim=0)) > 1
 
 
 @interpreted
@@ -208,7 +207,9 @@ def test_phases_of_patch_merging(monkeypatch: pytest.MonkeyPatch, normalised: bo
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     x = torch.randn(6, 8, 14, channels)
-    fast, plain = both(monkeypatch, lambda: anchor.offset(x, reduction, norm if normalised else None, fast=True))
+    fast, plain = both(
+        monkeypatch, lambda: anchor.offset(x, reduction, norm if normalised else None, low_precision=True)
+    )
     assert torch.equal(fast, plain)
 
 
@@ -228,8 +229,8 @@ def test_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_offsets_of_windows(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], score: Any) -> None:
     anchor = WindowAnchor(score=score)
     x = torch.randn(2, *size, 16) + 1
-    launched = launches(monkeypatch, "scores")
-    fast, plain = both(monkeypatch, lambda: anchor.offset(x, (7, 7), fast=True))
+    launched = launches(monkeypatch, "choices")
+    fast, plain = both(monkeypatch, lambda: anchor.offset(x, (7, 7), low_precision=True))
     assert torch.equal(fast, plain)
     assert plain.amax() > 0
     assert ("_best_token" in launched) == (size == (7, 7))
@@ -253,33 +254,40 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
     """One pass over tokens gives what a product with all taps gives, and the readable code: in one strip of rows or in
     many, which of a few channels go row by row, some images side by side."""
     pairs = {} if programs == 1 else {"pairs": 16}  # so few that no image is one product
-    readings = {c: how._replace(programs=programs, **pairs) for c, how in kernels.tokens.READINGS.items()}
-    monkeypatch.setattr(kernels.tokens, "READINGS", readings)
-    monkeypatch.setattr(kernels.tokens, "PROGRAMS", programs)
-    anchor = ConvAnchor(score="energy" if norm is None else "signed", sketch=4)
+    module = kernels.token_scores
+    readings = {c: how._replace(programs=programs, **pairs) for c, how in module.READINGS.items()}
+    monkeypatch.setattr(module, "READINGS", readings)
+    monkeypatch.setattr(module, "PROGRAMS", programs)
+    score, direction = "energy" if norm is None else "signed", ConvAnchor().direction
     conv = Strided((kernel, kernel), (stride, stride), (kernel - 2, kernel - 2))
     x = torch.randn(3, 1 + size[0] * size[1], channels)[:, 1:].unflatten(1, size)  # behind another token
-    x = x.add(torch.randn(3, *size, 1)).permute(0, 3, 1, 2) if norm == "patch" else x.permute(0, 3, 1, 2)
+    x = x.add(torch.randn(3, *size, 1)) if norm == "patch" else x
     weight, bias = torch.randn(4, channels, kernel, kernel), torch.randn(4)
-    fold = Fold(weight.sum((1, 2, 3)), bias, 1e-5) if norm == "patch" else None
-    launched = launches(monkeypatch, "tokens", "scores")
-    added = None if norm == "patch" else bias
+    known = [None, None, None]
+    if norm == "patch":
+        known = [weight.sum((1, 2, 3)), *moments(x, direction)[:2]]
+    launched = launches(monkeypatch, "token_scores", "choices")
 
-    def run() -> Tensor:
-        return anchor.phases(x, weight, conv, added, fold, fast=True)
+    def scores(parts: Tensor) -> Tensor:
+        energy, toward = parts.double().sum(1).unbind(1)
+        rms = (energy.sum((1, 2), keepdim=True) / (size[0] * size[1])).sqrt()
+        return energy + 0.01 * rms * toward if score == "signed" else energy
 
-    fast = run()
-    assert torch.equal(anchor.choose(x, weight, conv, added, fold, fast=True), best_offset(fast))
+    given = [*plain_taps(weight, bias, x.dtype, True), direction, *known, kernel, stride, 1e-5]
+    fast = scores(module.token_scores(x, *given))
+    assert torch.equal(kernels.best_of_tokens(x, *given, score == "signed"), best_offset(fast))
     assert ("_best_phase" in launched) == (programs > 1)
     assert ("_token_rows" in launched) == (norm is None and channels <= 128)
     assert ("_token_scores" in launched) == (programs == 1 or norm is not None or channels > 128)
-    assert "_token_energies" not in launched
-    with monkeypatch.context() as patch:
-        patch.setattr(kernels.tokens, "READINGS", {})
-        other = run()
-    assert "_token_energies" in launched
-    monkeypatch.setattr(kernels.base, "ENABLED", False)
-    plain = run()
+    taps, constant = plain_taps(weight, bias, x.dtype, False)
+    other = scores(kernels.token_energies(nn.functional.linear(x, taps), constant, direction, *known, channels, kernel,
+                                          conv.padding[0], stride, 1e-5))  # fmt: skip
+    t = at_every_position(x.permute(0, 3, 1, 2), weight, conv)
+    if norm == "patch":
+        patches = torch.stack([x.roll((-i, -j), (1, 2)) for i in (0, 1) for j in (0, 1)], -1).flatten(3)
+        mean, inverse = patches.mean(-1), (patches.var(-1, correction=0) + 1e-5).rsqrt()
+        t = (t - mean[:, None] * known[0].view(1, -1, 1, 1)) * inverse[:, None]
+    plain = phase_energies(t + bias.view(1, -1, 1, 1), conv.stride, score)
     assert torch.allclose(fast, plain, rtol=1e-4)
     assert torch.allclose(other, plain, rtol=1e-4)
     assert torch.equal(best_offset(fast), best_offset(plain))
@@ -289,25 +297,25 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_images_are_scored_apart() -> None:
     """An image that is no number spoils no other."""
-    anchor, conv = ConvAnchor(sketch=4), Strided((3, 3), (2, 2), (1, 1))
-    x, weight = torch.randn(3, 6, 14, 32), torch.randn(4, 32, 3, 3)
-    expected = anchor.phases(x.permute(0, 3, 1, 2), weight, conv, fast=True)
-    x[1, 3, 5:7] = torch.tensor([float("nan"), float("inf")])[:, None]
-    found = anchor.phases(x.permute(0, 3, 1, 2), weight, conv, fast=True)
-    assert torch.equal(found[[0, 2]], expected[[0, 2]])
-    assert not torch.equal(found[1], expected[1])
+    anchor, conv = ConvAnchor(sketch=4), nn.Conv2d(32, 16, 3, 2, 1)
+    x = torch.randn(3, 32, 6, 14)
+    expected = anchor.offset(x, conv, low_precision=True)
+    x[1, :, 3, 5:7] = torch.tensor([float("nan"), float("inf")])
+    assert torch.equal(anchor.offset(x, conv, low_precision=True)[[0, 2]], expected[[0, 2]])
 
 
 @interpreted
 @pytest.mark.parametrize("known", [True, False])
 def test_phase_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
     """CvT's anchor scores normalised tokens, its own or those of a block."""
-    anchor, norm = KeyValueAnchor(sketch=4), nn.LayerNorm(32)
+    anchor, norm = ProjectionAnchor(sketch=4), nn.LayerNorm(32)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    key, value = (nn.Conv2d(32, 32, 3, 2, 1, groups=32, bias=False) for _ in range(2))
+    layer = KeysAndValues(norm, *(nn.Conv2d(32, 32, 3, 2, 1, groups=32, bias=False) for _ in range(2)))
     x = torch.randn(6, 8, 14, 32) * (0.5 + torch.rand(6, 8, 14, 1)) + torch.randn(6, 8, 14, 1)
-    normed = norm(x) if known else None
-    fast, plain = both(monkeypatch, lambda: anchor.offset(x, norm, key, value, True, normed))
+    prepared = (norm(x), None) if known else None
+    launched = launches(monkeypatch, "token_scores")
+    fast, plain = both(monkeypatch, lambda: anchor.choose(x, layer, low_precision=True, prepared=prepared))
+    assert launched
     assert torch.equal(fast, plain)
     assert len({tuple(offset) for offset in plain.tolist()}) > 1

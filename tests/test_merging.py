@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common import kernels
-from common.anchors.modules import MergeAnchor, WindowAnchor
+from common.anchors import MergeAnchor, WindowAnchor
 from common.models.registry import create_model
 from common.ops import merge_patches, reduce_patches
-from common.ops.merge import Merging
+from common.ops.choice import best_partition
+from common.ops.merge_energy import MergeEnergy, Merging, Mergings
 
 merging = sys.modules["common.kernels.merging"]
 
@@ -203,7 +204,7 @@ def test_moments_of_a_merged_product(monkeypatch: pytest.MonkeyPatch, outputs: i
     monkeypatch.setattr(kernels.merging, "FEWEST", 0)
     norm, reduction = lively(nn.LayerNorm(80)), nn.Linear(80, outputs, bias=False)
     x, offset, wave = torch.randn(4, 6, 14, 20), torch.tensor(PHASES), torch.randn(outputs + 3)
-    tokens, moments = reduce_patches(x, offset, norm, reduction, wave=wave)
+    tokens, moments = reduce_patches(x, offset, norm, reduction, direction=wave)
     assert torch.equal(tokens, reduce_patches(x, offset, norm, reduction)[0])
     assert (moments is not None) == known
     if moments is not None:
@@ -252,32 +253,40 @@ def test_merged_product_of_sums_that_lie_anywhere() -> None:
     ("channels", "outputs", "sketch"), [(24, 48, 4), (20, 33, 16), (7, 12, 3), (8, 24, 17), (16, 32, 0)]
 )
 @torch.no_grad()
-def test_weights_of_a_merging(monkeypatch: pytest.MonkeyPatch, channels: int, outputs: int, sketch: int,
-                              normalised: bool) -> None:  # fmt: skip
+def test_weights_of_a_merging(channels: int, outputs: int, sketch: int, normalised: bool) -> None:
     """One launch makes what the anchor scores and what the product takes; they are what the readable code makes."""
     norm, reduction = lively(nn.LayerNorm(4 * channels)), nn.Linear(4 * channels, outputs, bias=False)
     anchor, x = MergeAnchor(sketch=sketch), torch.randn(1, 4, 4, channels)
     given = norm if normalised else None
-    (ready,) = anchor.weights(x, [Merging(reduction, given, torch.float32)])
-    assert ready.scaled is not None
-    assert ready.folded is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(kernels.base, "ENABLED", False)
-        (plain,) = anchor.weights(x, [Merging(reduction, given)])
-    assert torch.allclose(ready.kernel, plain.kernel, atol=1e-5, rtol=1e-5)
-    assert (ready.fold is None) == (plain.fold is None) == (not normalised)
-    if ready.fold is not None and plain.fold is not None:
-        made = ready.fold.whole()
-        assert made.eps == plain.fold.eps
-        assert torch.allclose(made.sums, plain.fold.sums, atol=1e-4, rtol=1e-5)
-        assert torch.allclose(made.constant, plain.fold.constant, atol=1e-4, rtol=1e-5)
-        assert torch.allclose(ready.folded[0], (reduction.weight * norm.weight).sum(1), atol=1e-5)
-        assert torch.allclose(ready.folded[1], reduction.weight @ norm.bias, atol=1e-5)
-    assert torch.equal(ready.scaled, reduction.weight * norm.weight if normalised else reduction.weight)
+    made = Mergings(x, [Merging(reduction, given)], anchor).take()
+    assert made is not None
+    assert made.scaled is not None
+    assert (made.taps is not None) == (sketch > 0)
+    kernel, sums, constant = MergeEnergy(reduction, given, anchor).combined()
+    if made.taps is not None and not made.once:
+        taps = made.taps.unflatten(0, (2, 2)).permute(2, 3, 0, 1)
+        assert torch.allclose(taps, kernel, atol=1e-5, rtol=1e-5)
+        if normalised:
+            assert torch.allclose(made.sums, sums, atol=1e-4, rtol=1e-5)
+            assert torch.allclose(made.constant, constant, atol=1e-4, rtol=1e-5)
+    if normalised:
+        assert torch.allclose(made.folded[0], (reduction.weight * norm.weight).sum(1), atol=1e-5)
+        assert torch.allclose(made.folded[1], reduction.weight @ norm.bias, atol=1e-5)
+    assert torch.equal(made.scaled, reduction.weight * norm.weight if normalised else reduction.weight)
     offset = torch.tensor([[1, 3]])
-    out, _ = reduce_patches(x, offset, given, reduction, ready)
+    out, _ = reduce_patches(x, offset, given, reduction, made)
     assert torch.equal(out, reduce_patches(x, offset, given, reduction)[0])
-    assert torch.equal(anchor.offset(x, reduction, given, True, ready), anchor.offset(x, reduction, given, True))
+    known = anchor.choose(x, reduction, given, low_precision=True, prepared=made)
+    assert torch.equal(known, anchor.choose(x, reduction, given, low_precision=True))
+
+
+def several(count: int, normalised: bool) -> list[Merging]:
+    """Some for one pass (32 and 64 channels are known), some not."""
+    mergings = []
+    for i, channels in enumerate((32, 24, 64, 40)[:count]):
+        norm, reduction = lively(nn.LayerNorm(4 * channels)), nn.Linear(4 * channels, 2 * channels + i, bias=False)
+        mergings.append(Merging(reduction, norm if normalised else None))
+    return mergings
 
 
 @interpreted
@@ -287,26 +296,18 @@ def test_weights_of_a_merging(monkeypatch: pytest.MonkeyPatch, channels: int, ou
 @torch.no_grad()
 def test_weights_of_several_mergings(monkeypatch: pytest.MonkeyPatch, count: int,
                                      normalised: bool) -> None:  # fmt: skip
-    """Those of each by itself, to the bit, from one launch for three: some for one pass, some not, some scaled."""
-    anchor, x, mergings = MergeAnchor(sketch=4), torch.randn(1, 4, 4, 8), []
-    sketched = launches(monkeypatch, "reducing")
-    for i, channels in enumerate((32, 24, 64, 40)[:count]):
-        norm, reduction = lively(nn.LayerNorm(4 * channels)), nn.Linear(4 * channels, 2 * channels + i, bias=False)
-        mergings.append(Merging(reduction, norm if normalised else None, torch.float32 if i % 2 else None))
-    together = anchor.weights(x, mergings)
-    assert sketched == ["_merging_weights"] * (1 if count < 4 else 2)
-    assert [weights.taps.ndim for weights in together] == [2, 3, 2, 3][:count]  # 32 and 64 channels are known
+    """Those of each by itself, to the bit, from one launch for three."""
+    anchor, x, mergings = MergeAnchor(sketch=4), torch.randn(1, 4, 4, 8), several(count, normalised)
+    launched = launches(monkeypatch, "merge_weights")
+    plan = Mergings(x, mergings, anchor)
+    together = [plan.take() for _ in mergings]
+    assert launched == ["_merging_weights"] * (1 if count < 4 else 2)
+    assert [weights.once for weights in together] == [True, False, True, False][:count]
     for merging, weights in zip(mergings, together, strict=True):
-        (alone,) = anchor.weights(x, [merging])
-        assert torch.equal(weights.taps, alone.taps)
-        assert (weights.scaled is None) == (merging.scaled is None)
-        assert (weights.fold is None) == (not normalised)
-        for one, other in zip(weights[2:], alone[2:], strict=True):
+        alone = Mergings(x, [merging], anchor).take()
+        for one, other in zip(weights, alone, strict=True):
             assert (one is None) == (other is None)
-            assert one is None or torch.equal(one, other)
-        if weights.fold is not None and alone.fold is not None:
-            assert torch.equal(weights.fold.sums, alone.fold.sums)
-            assert torch.equal(weights.fold.constant, alone.fold.constant)
+            assert one is None or isinstance(one, bool) or torch.equal(one, other)
 
 
 @interpreted
@@ -317,22 +318,19 @@ def test_weights_of_several_mergings(monkeypatch: pytest.MonkeyPatch, count: int
 def test_windows_beside_weights(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], window: tuple[int, int],
                                 normalised: bool) -> None:  # fmt: skip
     """One launch chooses windows of several images and makes the weights of mergings: both as by themselves."""
-    windows, anchor, x, mergings = WindowAnchor(), MergeAnchor(sketch=4), torch.randn(3, *size, 8), []
-    for i, channels in enumerate((32, 24)):
-        norm, reduction = lively(nn.LayerNorm(4 * channels)), nn.Linear(4 * channels, 2 * channels, bias=False)
-        mergings.append(Merging(reduction, norm if normalised else None, torch.float32 if i % 2 else None))
-    apart, offset = anchor.weights(x, mergings), windows.offset(x, window, fast=True)
-    moments = kernels.token_moments(x, windows.wave)
-    launched = launches(monkeypatch, "reducing", "scores")
-    chosen, made = windows.beside(x, window, True, moments, anchor.recipe(x, mergings))
-    together = anchor.weights(x, mergings, made)
+    windows, anchor, x = WindowAnchor(), MergeAnchor(sketch=4), torch.randn(3, *size, 8)
+    mergings = several(2, normalised)
+    offset, apart = windows.offset(x, window, low_precision=True), Mergings(x, mergings, anchor)
+    _, square, toward = kernels.token_moments(x, windows.direction).unbind(1)
+    launched, plan = launches(monkeypatch, "merge_weights", "choices"), Mergings(x, mergings, anchor)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    chosen = best_partition(square, toward, windows.window_weights, window, 2, 0.1 * (2 / 8) ** 0.5, None, plan)
+    monkeypatch.undo()
     assert launched == ["_merging_weights"]
     assert torch.equal(chosen, offset)
-    for one, other in zip(together, apart, strict=True):
-        assert torch.equal(one.taps, other.taps)
-        assert all(torch.equal(a, b) for a, b in zip(one[2:], other[2:], strict=True) if a is not None)
-        if one.fold is not None and other.fold is not None:
-            assert torch.equal(one.fold.sums, other.fold.sums)
+    for _ in mergings:
+        for one, other in zip(plan.take(), apart.take(), strict=True):
+            assert one is None or isinstance(one, bool) or torch.equal(one, other)
 
 
 @interpreted
@@ -341,11 +339,11 @@ def test_tokens_in_float32_are_scored_as_they_are_multiplied(monkeypatch: pytest
     """Autocast leaves the sum behind a norm in float32. Lost otherwise: one pass for the score, on a GPU."""
     anchor, reduction = MergeAnchor(sketch=4), nn.Linear(4 * 32, 64, bias=False)
     x = torch.randn(2, 6, 8, 32)
-    (weights,) = anchor.weights(x.half(), [Merging(reduction, None)])
-    launched = launches(monkeypatch, "tokens")
-    offset = anchor.offset(x, reduction, None, True, weights)
+    weights = Mergings(x.half(), [Merging(reduction, None)], anchor).take()
+    launched = launches(monkeypatch, "token_scores")
+    offset = anchor.choose(x, reduction, None, low_precision=True, prepared=weights)
     assert launched in (["_token_rows"], ["_token_scores"])
-    assert torch.equal(offset, anchor.offset(x.half(), reduction, None, True, weights))
+    assert torch.equal(offset, anchor.choose(x.half(), reduction, None, low_precision=True, prepared=weights))
 
 
 @interpreted

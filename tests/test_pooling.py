@@ -10,9 +10,10 @@ from conftest import interpreted, launches, randomize
 from torch import Tensor, nn
 
 from common import kernels
+from common.anchors import ProjectionAnchor
 from common.models.registry import create_model
 from common.shifts import roll
-from mvitv2.model import MViTv2Block, PoolAnchor
+from mvitv2.model import MViTv2Block
 
 
 def tokens(size: tuple[int, int], channels: int) -> Tensor:
@@ -24,18 +25,18 @@ def tokens(size: tuple[int, int], channels: int) -> Tensor:
 @pytest.mark.parametrize(("stride_q", "stride_kv", "out_dim"), [(1, 4, 32), (1, 2, 32), (2, 2, 64), (2, 4, 64)])
 def test_choices(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride_kv: int, out_dim: int) -> None:
     """The same phases are chosen, and a block makes the same of what its anchor hands it."""
-    anchor, modulus = PoolAnchor(sketch=4), max(stride_q, stride_kv)
+    anchor, modulus = ProjectionAnchor(sketch=4), max(stride_q, stride_kv)
     block = MViTv2Block(dim=32, out_dim=out_dim, size=(8, 8), num_heads=2, stride_q=stride_q, stride_kv=stride_kv,
                         mlp_ratio=2.0, drop_path=0.0, padding_mode="circular", circular=True,
                         modulus=modulus)  # fmt: skip
     randomize(block)
     x = tokens((8, 8), 32)
     with torch.no_grad():
-        offset = anchor.offset(x, block, fast=True)
-        assert torch.equal(offset, anchor.offset(x, block, fast=True, normed=block.norm1(x)))
+        offset, known = anchor.offset(x, block.pooled, low_precision=True), (block.norm1(x), None)
+        assert torch.equal(offset, anchor.choose(x, block.pooled, low_precision=True, prepared=known))
         out = block(x, offset)
         monkeypatch.setattr(kernels.base, "ENABLED", False)
-        assert torch.equal(offset, anchor.offset(x, block, fast=True))
+        assert torch.equal(offset, anchor.offset(x, block.pooled, low_precision=True))
         assert torch.allclose(out, block(roll(x, offset, (1, 2), within=True)), atol=1e-4, rtol=1e-4)
     assert len({tuple(o) for o in offset.tolist()}) > 1
 

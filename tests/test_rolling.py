@@ -9,9 +9,11 @@ from conftest import ROOT, interpreted, launches
 from torch import Tensor
 
 from common import kernels
+from common.anchors import NoAnchor
+from common.grid import Grid
 from common.kernels import fits_roll_kernel, rolled
+from common.models.embedding import PatchEmbed
 from common.shifts import circular_pad, roll
-from cvt.model import ConvEmbed
 
 
 @pytest.fixture
@@ -106,13 +108,13 @@ def test_rolls_use_the_kernel(launched: list) -> None:
 @pytest.mark.parametrize("placed", [False, True], ids=["at zero", "at its own origin"])
 def test_embedding_of_tokens(monkeypatch: pytest.MonkeyPatch, launched: list, placed: bool) -> None:
     """CvT's later embeddings, rolled and padded at once, give the same tokens and gradients."""
-    embed = ConvEmbed(in_chans=24, dim=16, patch_size=3, stride=2, padding=1, padding_mode="circular")
+    embed = PatchEmbed(in_chans=24, dim=16, size=3, stride=2, padding=1, padding_mode="circular")
     x = torch.randn(2, 6, 8, 24, requires_grad=True)
-    offset = torch.tensor([[1, 0], [0, 1]]) if placed else None
+    offset = torch.tensor([[1, 0], [0, 1]]) if placed else torch.zeros(2, 2, dtype=torch.long)
     inputs = [x, *embed.parameters()]
 
     def run() -> list[Tensor]:
-        out = embed(x.permute(0, 3, 1, 2), offset)
+        out = embed(Grid(x, offset, 1, origin=offset if placed else None), NoAnchor()).tokens
         return [out, *torch.autograd.grad(out.pow(3).sum(), inputs)]
 
     fast = run()

@@ -8,10 +8,11 @@ from conftest import both, interpreted, launches, randomize
 from torch import Tensor, nn
 
 from common import kernels
-from common.anchors.modules import ConvAnchor, MergeAnchor
-from common.ops.merge import Merging
-from cvt.model import KeyValueAnchor
-from mvitv2.model import PoolAnchor, PoolingAttention
+from common.anchors import ConvAnchor, KeysAndValues, MergeAnchor, PooledProjections, ProjectionAnchor
+from common.ops.energy import ConvEnergy, affine_combined, plain_taps
+from common.ops.merge_energy import MergeEnergy, Merging, Mergings
+from common.ops.projection_energy import pooled_taps
+from mvitv2.model import PoolingAttention
 
 pytestmark = pytest.mark.as_on_gpu("weights")
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.as_on_gpu("weights")
 def test_sketched_weights(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], sketch: int, biased: bool) -> None:
     """A few combinations of all rows, of a bias in the same launch: whole blocks of columns and others."""
     anchor, weight, bias = ConvAnchor(sketch=sketch), torch.randn(shape), torch.randn(shape[0]) if biased else None
-    fast, plain = both(monkeypatch, lambda: anchor.affine_rows(weight, bias))
+    fast, plain = both(monkeypatch, lambda: affine_combined(anchor, weight, bias))
     assert fast[0].shape == plain[0].shape == (sketch, *shape[1:])
     assert torch.allclose(fast[0], plain[0], atol=1e-5, rtol=1e-5)
     assert (fast[1] is None) == (bias is None)
@@ -37,7 +38,7 @@ Taps = Callable[[bool], tuple[Tensor, ...]]
 def assert_same_taps(monkeypatch: pytest.MonkeyPatch, ready: Taps | None, plain: Taps, once: bool,
                      calls: list[str]) -> None:  # fmt: skip
     """That these kernels make all of what the readable code makes: memory is no number before it is written."""
-    launched = launches(monkeypatch, "sketching", "reducing")
+    launched = launches(monkeypatch, "sketching", "merge_weights")
     assert ready is not None
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
@@ -63,9 +64,11 @@ LAYOUTS = pytest.mark.parametrize(("once", "sketch"), [(True, 4), (False, 4), (F
 def test_taps_of_a_convolution(monkeypatch: pytest.MonkeyPatch, kernel: int, channels: int, biased: bool, once: bool,
                                sketch: int) -> None:  # fmt: skip
     anchor, conv = ConvAnchor(sketch=sketch), nn.Conv2d(channels, 40, kernel, 2, bias=biased)
-    weight, bias = anchor._of_weights(conv, torch.float32)
-    assert_same_taps(monkeypatch, anchor._ready(conv, torch.float32),
-                     lambda once: anchor._taps(weight, bias, None, torch.float32, once), once,
+    energy = ConvEnergy(conv, anchor)
+    weight, bias = energy.combined(torch.float32)
+    assert_same_taps(monkeypatch, lambda once: kernels.convolution_taps(energy.mixing(), conv.weight, conv.bias,
+                                                                        torch.float32, once),
+                     lambda once: plain_taps(weight, bias, torch.float32, once), once,
                      ["_convolution_taps"])  # fmt: skip
 
 
@@ -74,11 +77,13 @@ def test_taps_of_a_convolution(monkeypatch: pytest.MonkeyPatch, kernel: int, cha
 @pytest.mark.parametrize("channels", [32, 20])
 @torch.no_grad()
 def test_taps_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, channels: int, once: bool, sketch: int) -> None:
-    anchor = KeyValueAnchor(sketch=sketch)
-    key, value = torch.randn(2, channels, 1, 3, 3).unbind()
-    weight = anchor.depthwise_rows(key, value)
-    assert_same_taps(monkeypatch, anchor._ready(key, value, torch.float32),
-                     lambda once: anchor._taps(weight, None, None, torch.float32, once), once,
+    anchor = ProjectionAnchor(sketch=sketch)
+    key, value = (nn.Conv2d(channels, channels, 3, 2, 1, groups=channels, bias=False) for _ in range(2))
+    (projection,) = KeysAndValues(nn.LayerNorm(channels), key, value).projections(anchor)
+    mixing = anchor.directions[:, : 2 * channels]
+    assert_same_taps(monkeypatch, lambda once: kernels.depthwise_taps(mixing, key.weight, value.weight, torch.float32,
+                                                                      once),
+                     lambda once: plain_taps(projection.weight, None, torch.float32, once), once,
                      ["_depthwise_taps"])  # fmt: skip
 
 
@@ -92,14 +97,18 @@ def test_taps_of_poolings(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride
     is left in nine parts to a kernel that adds them up."""
     attn = randomize(PoolingAttention(dim=20, out_dim=24, size=(8, 8), num_heads=2, stride_q=stride_q, circular=True,
                                       stride_kv=stride_kv, padding_mode="circular"))  # fmt: skip
-    anchor = PoolAnchor(sketch=sketch)
-    weight, bias = anchor._of_weights(attn, (stride, stride), torch.float32)
+    anchor, layer = (
+        ProjectionAnchor(sketch=sketch),
+        PooledProjections(nn.LayerNorm(20), (stride, stride), attn.poolings()),
+    )
+    (projection,), pooling = layer.projections(anchor), layer.pooling()
 
     def ready(once: bool) -> tuple[Tensor, ...]:
-        taps, parts = anchor._ready(attn, (stride, stride), torch.float32)(once)  # type: ignore[misc]
+        ((taps, parts),) = pooled_taps([pooling], anchor, torch.float32, once)
         return taps, parts.sum(0) if once else parts
 
-    assert_same_taps(monkeypatch, ready, lambda once: anchor._taps(weight, bias, None, torch.float32, once), once,
+    assert_same_taps(monkeypatch, ready,
+                     lambda once: plain_taps(projection.weight, projection.bias, torch.float32, once), once,
                      ["_pooled_taps"])  # fmt: skip
 
 
@@ -108,20 +117,20 @@ def test_taps_of_poolings(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride
 @torch.no_grad()
 def test_taps_of_several_poolings(monkeypatch: pytest.MonkeyPatch, once: bool, sketch: int) -> None:
     """Five in one launch, of other widths, heads and poolings each, and what is left in another."""
-    anchor, of = PoolAnchor(sketch=sketch), []
+    anchor, layers = ProjectionAnchor(sketch=sketch), []
     for dim, heads, strides, stride in ((20, 1, (1, 4), 4), (20, 2, (2, 2), 2), (48, 2, (1, 2), 2), (33, 3, (2, 1), 2),
                                         (64, 5, (2, 2), 2), (16, 1, (2, 1), 2)):  # fmt: skip
         attn = PoolingAttention(dim=dim, out_dim=24 * heads, size=(8, 8), num_heads=heads, stride_q=strides[0],
                                 stride_kv=strides[1], circular=True, padding_mode="circular")  # fmt: skip
-        of.append((randomize(attn), (stride, stride)))
-    kept = [anchor._of_weights(attn, stride, torch.float32) for attn, stride in of]
+        layers.append(PooledProjections(nn.LayerNorm(dim), (stride, stride), randomize(attn).poolings()))
+    kept = [projection for layer in layers for projection in layer.projections(anchor)]
 
     def ready(once: bool) -> tuple[Tensor, ...]:
-        made = anchor._made(of, torch.float32, once)
+        made = pooled_taps([layer.pooling() for layer in layers], anchor, torch.float32, once)
         return tuple(t for taps, parts in made for t in (taps, parts.sum(0) if once else parts))
 
     def plain(once: bool) -> tuple[Tensor, ...]:
-        return tuple(t for w, bias in kept for t in anchor._taps(w, bias, None, torch.float32, once))
+        return tuple(t for one in kept for t in plain_taps(one.weight, one.bias, torch.float32, once))
 
     assert_same_taps(monkeypatch, ready, plain, once, ["_pooled_taps", "_pooled_taps"])
 
@@ -137,12 +146,14 @@ def test_taps_of_a_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool, on
     def ready(once: bool) -> tuple[Tensor, ...]:
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "fits_token_scores", lambda *args: once)
-            (made,) = anchor._of_weights(x, [Merging(reduction, given)])
-        return made.taps.flatten(0, -2), made.kernel, *(made.fold.whole()[:2] if made.fold is not None else ())
+            patch.setattr(kernels, "fits_merged_product", lambda *args: False)
+            made = Mergings(x, [Merging(reduction, given)], anchor).take()
+        assert made is not None
+        whole = [] if made.sums is None else [t.sum(0) if once else t for t in (made.sums, made.constant)]
+        return made.taps.flatten(0, -2), *whole
 
     def plain(once: bool) -> tuple[Tensor, ...]:
-        (made,) = anchor._of_weights(x, [Merging(reduction, given)])
-        taps, _ = anchor._taps(made.kernel, None, made.fold, torch.float32, once)
-        return taps, made.kernel, *(made.fold.whole()[:2] if made.fold is not None else ())
+        kernel, sums, constant = MergeEnergy(reduction, given, anchor).combined()
+        return plain_taps(kernel, None, torch.float32, once)[0], *([] if sums is None else [sums, constant])
 
     assert_same_taps(monkeypatch, ready, plain, once, ["_merging_weights"])

@@ -25,11 +25,6 @@ class Score:
     needs_layer: bool = False
     tie_break: float = 0.1  # energy cannot tell t from -t, nor where in its window a bright token sits
     power: int = 2
-    phase_of_place: bool = False  # an image's phase is that of its canonical place: nothing is scored
-
-    @property
-    def signed(self) -> bool:
-        return self.tie_break > 0
 
 
 SCORES = {
@@ -39,7 +34,6 @@ SCORES = {
         Score("signed", needs_layer=True),  # its ties broken
         Score("fixed"),
         Score("peak", power=64),  # the strongest patch decides: what enters at a border hardly matters
-        Score("canonical", phase_of_place=True),
     )
 }
 

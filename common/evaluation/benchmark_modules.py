@@ -56,19 +56,18 @@ def benchmark_modules(models: Sequence[str], setting: Setting, *, rounds: int = 
 def module_calls(model: Classifier, x: Tensor, setting: Setting) -> dict[str, list[Call]]:
     """The calls that modules of interest get in one forward, those of an anchor and of what it serves together."""
     part: Callable[[str], Any] = lambda name: getattr(model, name, None)  # noqa: E731
-    offset: Callable[[str], Any] = lambda name: part(name) and part(name).offset  # noqa: E731
+    offset: Callable[[str], Any] = lambda name: part(name) and part(name).choose  # noqa: E731
     stages = part("layers") or part("stages")
     last = [stage.blocks[-1] for stage in stages]
-    ready = [part("merge_anchor").weights] if part("merge_anchor") and model.canonical else []  # else a part of offset
     groups: dict[str, list[list[Any]]] = {
         "canonical place": [[model.canonicalize.place]],
         "tokenization": [
             [offset("token_anchor")],
             [part("patch_embed"), *(getattr(s, "embed", None) for s in stages)],
         ],
-        "window selection": [[part("window_anchor") and part("window_anchor").beside]],  # which offset calls, too
+        "window selection": [[offset("window_anchor")]],
         "pooling selection": [[offset("projection_anchor") or offset("pool_anchor")]],
-        "patch merging": [ready, [offset("merge_anchor")], [getattr(stage, "downsample", None) for stage in stages]],
+        "patch merging": [[getattr(stage, "downsample", None) for stage in stages]],
         "relative positions": [
             [getattr(b.attn, name, None) for b in last for name in ("position_bias", "with_positions")]
         ],

@@ -3,6 +3,7 @@
 from .activation import fits_gelu_kernel, gelu
 from .base import AVAILABLE, INTERPRETED, product_dtype, usable
 from .canonical import canonical_offset, fits_canonical_kernel
+from .choices import best_phase, best_window, fits_window_scores, token_moments
 from .convolving import convolved, fits_convolved
 from .depthwise import (
     depthwise_kernel,
@@ -11,22 +12,20 @@ from .depthwise import (
     fits_depthwise_norm,
     normed_taps,
 )
+from .image_conv import all_phases, fits_image_phases, fits_image_tokens, image_phases, image_tokens, in_pieces
+from .merge_weights import Mergings, best_window_beside, fits_beside, merging_weights
 from .merging import fits_merge_kernel, fits_merged_product, merged_product, rolled_merge
-from .patches import all_phases, fits_image_phases, fits_image_tokens, image_phases, image_tokens, in_pieces
 from .pixels import fits_image_windows, image_windows, is_packed, packed
 from .pooling import fits_pooled, fits_pooled_maximum, fits_positioned, pooled, pooled_maximum, positioned
-from .reducing import Mergings, best_window_beside, fits_beside, merging_weights
 from .residual import add_norm, fits_add_norm
 from .rolling import fits_roll_kernel, rolled
-from .scores import best_phase, best_window, fits_window_scores, token_moments
 from .sketching import Pooled, convolution_taps, depthwise_taps, fits_sketch, pooled_taps, sketched
-from .tokens import (
+from .token_scores import (
     best_of_tokens,
     fits_token_kernel,
     fits_token_scores,
     in_one_pass,
     token_energies,
-    token_scores,
 )
 from .windows import fits_window_kernel, window_attention
 
@@ -89,7 +88,6 @@ __all__ = [
     "sketched",
     "token_energies",
     "token_moments",
-    "token_scores",
     "usable",
     "window_attention",
 ]

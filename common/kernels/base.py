@@ -17,8 +17,18 @@ except ImportError:  # no Triton: the torch forms do everything
 else:
     AVAILABLE = True
 
-__all__ = ["AVAILABLE", "ENABLED", "INTERPRETED", "PLAIN", "launch", "operator", "pieces", "power",
-           "product_dtype", "usable"]  # fmt: skip
+__all__ = [
+    "AVAILABLE",
+    "ENABLED",
+    "INTERPRETED",
+    "PLAIN",
+    "launch",
+    "next_power_of_2",
+    "operator",
+    "pieces",
+    "product_dtype",
+    "usable",
+]  # fmt: skip
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
@@ -81,7 +91,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     compiled[(*grid, 1, 1)[:3]](*args, *others)
 
 
-def power(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     """The next power of two."""
     return 1 << (n - 1).bit_length()
 
@@ -90,7 +100,7 @@ def pieces(channels: int) -> int:
     """In how many equal parts a program takes so many channels: three where that makes powers of two, of 16 at least,
     and leaves no thread idle."""
     third = channels // 3
-    return 3 if channels % 3 == 0 and power(third) == third >= 16 else 1
+    return 3 if channels % 3 == 0 and next_power_of_2(third) == third >= 16 else 1
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -103,7 +113,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 if AVAILABLE:
 
     @triton.jit
-    def around(n, side):
+    def wrap(n, side):
         """Where n in [-side, 2 side) is on the torus: cheaper than a remainder."""
         n = tl.where(n < 0, n + side, n)
         return tl.where(n >= side, n - side, n)

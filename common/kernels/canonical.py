@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .base import AVAILABLE, launch, operator, power, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator, usable
 from .pixels import is_packed, packed
 from .sketching import new_sketch
 
@@ -11,7 +11,7 @@ if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .base import around
+    from .base import wrap
     from .sketching import mix
 
 __all__ = ["BASE", "HALF", "PRIME", "canonical_offset", "fits_canonical_kernel"]
@@ -99,7 +99,7 @@ if AVAILABLE:
         for start in range(0, n, FEW):
             j = start + tl.arange(0, FEW)
             keep = (j < n)[:, None] & (w < n)[None, :]
-            k = tl.load(kernel + around(j[:, None] - w[None, :], n), keep, 0)
+            k = tl.load(kernel + wrap(j[:, None] - w[None, :], n), keep, 0)
             total += _numbers(a, j, j < n, n, PARTS)[:, None] * k.to(tl.int64)
         return tl.sum(total, 0)
 
@@ -128,7 +128,7 @@ if AVAILABLE:
         different = 0
         for start in range(0, height, 16):
             i = start + tl.arange(0, 16)
-            there = tl.where(i < height, around(i + rows, height), height)
+            there = tl.where(i < height, wrap(i + rows, height), height)
             for left in range(0, width, N):
                 j = left + tl.arange(0, N)
                 same = _tile(pixels, i, j, height, width) == _tile(pixels, there, j, height, width)
@@ -226,7 +226,7 @@ def canonical_place(x: Tensor, kernel: Tensor, dtype: torch.dtype | None,
     """Offsets (B, 2), and pixels (B, H, W, 4) of the type given, zeros behind the last channel: none without a type;
     and what ``sketched`` makes of the three tensors of a ``sketch``, if there is one."""
     b, c, h, w = x.shape
-    down, across = max(16, power(h)), max(16, power(w))
+    down, across = max(16, next_power_of_2(h)), max(16, next_power_of_2(w))
     n = min(TILES["read"], across)
     rows, parts = min(TILES["read"] // n, down), -(-w // n)
     g = torch.empty((b, h, w), dtype=torch.float16, device=x.device)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .base import AVAILABLE, INTERPRETED, launch, operator, power, usable
+from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, usable
 
 if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .base import around
+    from .base import wrap
     from .merging import patch_at
 
 __all__ = ["convolved", "fits_convolved"]
@@ -61,10 +61,10 @@ if AVAILABLE:
         weight, bias, out = weight + block * (9 * CHANNELS), bias + block, out + block
         begin = start // (height // 2 * (width // 2))
         image, row, column = patch_at(tl.minimum(start + tl.arange(0, T), count - 1), height, width)
-        top = around(row - 1 + tl.load(offset + 2 * image).to(tl.int32), height)
-        left = around(column - 1 + tl.load(offset + 2 * image + 1).to(tl.int32), width)
-        middle, centre = around(top + 1, height), around(left + 1, width)
-        below, right = around(middle + 1, height), around(centre + 1, width)
+        top = wrap(row - 1 + tl.load(offset + 2 * image).to(tl.int32), height)
+        left = wrap(column - 1 + tl.load(offset + 2 * image + 1).to(tl.int32), width)
+        middle, centre = wrap(top + 1, height), wrap(left + 1, width)
+        below, right = wrap(middle + 1, height), wrap(centre + 1, width)
         first = (image - begin) * height  # in 32 bits: of the images that these tokens are in
         top, middle, below = (first + top) * width, (first + middle) * width, (first + below) * width
         x += begin.to(tl.int64) * (height * width * CHANNELS)
@@ -94,7 +94,7 @@ def convolved(x: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None) ->
     tile, blocks, count = FEW if c <= 128 else MANY, -(-d // BLOCK), b * (h // 2) * (w // 2)
     k = math.gcd(c, tile["K"])
     out = torch.empty((b, h // 2, w // 2, d), dtype=x.dtype, device=x.device)
-    n = max(16, power(d // blocks))
+    n = max(16, next_power_of_2(d // blocks))
     n, rest = (n // 2, n // 4) if n // 2 < d // blocks <= 3 * n // 4 and n >= 64 else (n, 0)
     launch(_convolved, (-(-count // tile["T"]) * blocks,), x, offset, weight, weight if bias is None else bias, out, h,
            w, count, 9 * c // k, BIAS=bias is not None, CHANNELS=c, D=d, BLOCKS=blocks, N=n, REST=rest,

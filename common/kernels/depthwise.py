@@ -16,7 +16,7 @@ if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .base import around
+    from .base import wrap
 
 __all__ = ["depthwise_kernel", "depthwise_norm_kernel", "fits_depthwise_kernel", "fits_depthwise_norm", "normed_taps",
            "split", "vectors"]  # fmt: skip
@@ -90,7 +90,7 @@ if AVAILABLE:
         for i in tl.static_range(COUNT):
             y = h * STRIDE + top + (i - BEFORE)
             if CIRCULAR:
-                y = around(y, height)
+                y = wrap(y, height)
             tokens = tokens + (x + image * stride_b + y * stride_h,)  # type: ignore[assignment]  # noqa: RUF005
             there = there + ((y >= 0) & (y < height),)  # type: ignore[assignment]  # noqa: RUF005
         return tokens, there, w * STRIDE + left - BEFORE
@@ -100,7 +100,7 @@ if AVAILABLE:
                 PIECES: tl.constexpr, C: tl.constexpr, COUNT: tl.constexpr = 3):  # fmt: skip
         """Tokens in column z of COUNT rows, per piece of their channels: tensors (T, C)."""
         if CIRCULAR:
-            z = around(tl.minimum(z, 2 * width - 1), width)  # of places beyond the last output any token will do
+            z = wrap(tl.minimum(z, 2 * width - 1), width)  # of places beyond the last output any token will do
         values, place = (), (z * stride_w)[:, None] + c[None, :]
         for n in tl.static_range(COUNT * PIECES):
             source = tokens[n % COUNT][:, None] + place + n // COUNT * C
@@ -208,7 +208,7 @@ if AVAILABLE:
     def _place(column, keep, inside, c, real, width, stride_w, CIRCULAR: tl.constexpr):
         """Where in its row a token of a strip lies, and whether there is one: (T, C) each."""
         if CIRCULAR:
-            column = around(column, width)
+            column = wrap(column, width)
         return (column * stride_w)[:, None] + c[None, :], (keep & inside & (column < width))[:, None] & real[None, :]
 
     @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.library import register_autograd
 
-from .base import AVAILABLE, INTERPRETED, launch, operator, power, usable
+from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, usable
 
 if AVAILABLE:
     import triton
@@ -308,7 +308,7 @@ def rolled_merge(x: Tensor, offset: Tensor, gain: Tensor | None, bias: Tensor | 
     offset = offset.contiguous()
     b, h, w, c = x.shape
     out = torch.empty((b, h // 2, w // 2, 4 * c), dtype=dtype, device=x.device)
-    count, wide = b * (h // 2) * (w // 2), power(c)
+    count, wide = b * (h // 2) * (w // 2), next_power_of_2(c)
     tokens = max(1, 1024 // wide)
     launch(_rolled_merge, (-(-count // tokens),), x, offset, offset if gain is None else gain,
            offset if bias is None else bias, out, h, w, count, CHANNELS=c, NORM=gain is not None,
@@ -324,7 +324,7 @@ def rolled_merge_backward(grad: Tensor, offset: Tensor, x: Tensor | None, gain: 
     offset = offset.contiguous()
     b, h, w, c = grad.shape[0], 2 * grad.shape[1], 2 * grad.shape[2], grad.shape[3] // 4
     grad_x = torch.empty((b, h, w, c), dtype=dtype, device=grad.device)
-    count, wide = b * (h // 2) * (w // 2), power(c)
+    count, wide = b * (h // 2) * (w // 2), next_power_of_2(c)
     tokens = max(1, 512 // wide)  # half of what the forward takes: x, gradients and sums are all in registers
     tiles = -(-count // tokens)
     parts = tiles if gain is None else min(tiles, PROGRAMS)
@@ -360,17 +360,17 @@ def _tiles(patches: int, channels: int, outputs: int) -> dict[str, int]:
     weights again and every block of outputs patches. Swin-T's 128 images are one wave, two and four of 192 x 192.
     Of a few images these would be too few programs.
     """
-    wide, rest = (128, 64) if outputs % 192 == 0 else (max(16, min(256, power(outputs))), 0)
+    wide, rest = (128, 64) if outputs % 192 == 0 else (max(16, min(256, next_power_of_2(outputs))), 0)
     more = 64 if rest and outputs > 192 else 0
     k = math.gcd(channels, 32 if rest and not more else 64)  # with 64, memory beside a processor holds one program
     tall, warps, stages = 128, 8, 4
     if -(-patches // (tall + more)) * -(-outputs // (wide + rest)) < FEWEST:
         tall, more, rest, warps, rows = 64, 0, 0, 4, -(-patches // 64)
         wide = next((n for n in (128, 64) if rows * -(-outputs // n) >= FEW), 32)
-        wide, stages = max(16, min(wide, power(outputs))), 4 if wide > 32 else 6
+        wide, stages = max(16, min(wide, next_power_of_2(outputs))), 4 if wide > 32 else 6
         tall = 32 if rows > 1 and rows * -(-outputs // wide) < 64 else 64
         k = math.gcd(channels, 128 if rows * -(-outputs // wide) <= 132 else 64)
-    k = k if k >= 16 else max(16, min(64, power(channels)))
+    k = k if k >= 16 else max(16, min(64, next_power_of_2(channels)))
     return {"T": tall, "MORE": more, "N": wide, "REST": rest, "K": k, "num_warps": warps, "num_stages": stages}
 
 

@@ -5,13 +5,13 @@ it is (``packed``)."""
 import torch
 from torch import Tensor
 
-from .base import AVAILABLE, launch, operator, power, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator, usable
 
 if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .base import around
+    from .base import wrap
 
 __all__ = ["fits_image_windows", "image_windows", "is_packed", "packed"]
 
@@ -26,7 +26,7 @@ def fits_image_windows(x: Tensor, size: int, stride: int) -> bool:
 
 def is_packed(x: Tensor) -> bool:
     """Whether the channels of a pixel lie side by side, with room for a power of two, and so do all pixels."""
-    c = power(x.shape[1])
+    c = next_power_of_2(x.shape[1])
     return x.stride(1) == 1 and x.stride(3) == c and x.stride(0) % c == 0 and x.stride(2) % c == 0
 
 
@@ -61,7 +61,7 @@ if AVAILABLE:
         if not CIRCULAR:
             keep = keep & ((row >= 0) & (row < height))[None, :] & (column >= 0) & (column < width)
         down, right = beginning(offset, image, PLACED)
-        row, column = around(around(row, height) + down, height), around(around(column, width) + right, width)
+        row, column = wrap(wrap(row, height) + down, height), wrap(wrap(column, width) + right, width)
         place = x + image.to(tl.int64) * sb + (k // (SIZE * SIZE) * sc + row * sh)[None, :] + column * sw
         window = (image.to(tl.int64) * (height // STRIDE) + i) * (width // STRIDE) + j
         inside = (j * STRIDE < width)[:, None] & (k < WIDE)[None, :]
@@ -89,8 +89,8 @@ def image_windows(x: Tensor, offset: Tensor | None, size: int, stride: int, padd
     b, c, h, w = x.shape
     count, across = c * size**2, w // stride
     wide = -(-count // 8) * 8
-    k = min(64, power(wide))
-    block, chunks = max(2, min(2048 // k, power(across))), -(-wide // k)
+    k = min(64, next_power_of_2(wide))
+    block, chunks = max(2, min(2048 // k, next_power_of_2(across))), -(-wide // k)
     out = torch.empty((b, h // stride, across, wide), dtype=dtype, device=x.device)
     grid = (b, h // stride, -(-across // block) * chunks)
     launch(_image_windows, grid, x, x if offset is None else offset, out, h, w, *x.stride(), SIZE=size, STRIDE=stride,
@@ -104,9 +104,9 @@ def image_pixels(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Images (B, C, H, W) as (B, H, W, c) of the type given, c the next power of two, with zeros behind channel C."""
     b, c, h, w = x.shape
     x = x if x.stride(2) == w * x.stride(3) else x.contiguous()
-    out = torch.empty((b, h, w, power(c)), dtype=dtype, device=x.device)
-    block = min(PACKING["pixels"], power(h * w))
+    out = torch.empty((b, h, w, next_power_of_2(c)), dtype=dtype, device=x.device)
+    block = min(PACKING["pixels"], next_power_of_2(h * w))
     parts = -(-h * w // block)
-    launch(_image_pixels, (b * parts,), x, out, h * w, parts, *x.stride()[:2], SW=x.stride(3), CHANNELS=c, C=power(c),
-           BLOCK=block, num_warps=PACKING["num_warps"])  # fmt: skip
+    launch(_image_pixels, (b * parts,), x, out, h * w, parts, *x.stride()[:2], SW=x.stride(3), CHANNELS=c,
+           C=next_power_of_2(c), BLOCK=block, num_warps=PACKING["num_warps"])  # fmt: skip
     return out

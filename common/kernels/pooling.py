@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .base import AVAILABLE, INTERPRETED, launch, operator, pieces, power, usable
+from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, pieces, usable
 from .depthwise import fits_depthwise_kernel, split, vectors
 
 if AVAILABLE:
@@ -41,7 +41,7 @@ def fits_positioned(q: Tensor) -> bool:
     """Whether ``positioned`` takes these: half precision, contiguous, 16-128 channels, a power of two or three times
     one, and no gradient."""
     half, d = q.dtype in (torch.bfloat16, torch.float16) or INTERPRETED, q.shape[3]
-    known = 16 <= d // pieces(d) == power(d // pieces(d)) and d <= 128
+    known = 16 <= d // pieces(d) == next_power_of_2(d // pieces(d)) and d <= 128
     return half and known and usable(q) and not torch.is_grad_enabled() and q.is_contiguous() and q.numel() > 0
 
 
@@ -159,8 +159,8 @@ def pooled(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, eps: float, s
     launch(_pooled, (-(-count // STRIPS) * heads,), x, weight, gain, shift, weight if tail is None else tail,
            weight if origin is None else origin, out, h, w, rows, columns, segments, count, *x.stride()[:3],
            HEADS=heads, CHANNELS=d, PIECES=parts, WIDTH=width, STRIDE=stride, CIRCULAR=circular,
-           PLACED=origin is not None, SEGMENT=segment, EPS=eps, C=max(16, power(d // parts)), E=max(2, power(width)),
-           T=STRIPS, num_warps=4)  # fmt: skip
+           PLACED=origin is not None, SEGMENT=segment, EPS=eps, C=max(16, next_power_of_2(d // parts)),
+           E=max(2, next_power_of_2(width)), T=STRIPS, num_warps=4)  # fmt: skip
     return out
 
 
@@ -172,8 +172,9 @@ def positioned(q: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
     out = torch.empty((b, heads, tokens, d + rows + columns), dtype=q.dtype, device=q.device)
     parts = pieces(d)
     launch(_positioned, (-(-b * heads // HEADS) * tokens,), q, by_row, by_column, out, b * heads, tokens,
-           len(by_column), CHANNELS=d, PIECES=parts, ROWS=rows, COLUMNS=columns, C=d // parts, R=max(16, power(rows)),
-           S=max(16, power(columns)), T=HEADS, num_warps=4)  # fmt: skip
+           len(by_column), CHANNELS=d, PIECES=parts, ROWS=rows, COLUMNS=columns, C=d // parts,
+           R=max(16, next_power_of_2(rows)),
+           S=max(16, next_power_of_2(columns)), T=HEADS, num_warps=4)  # fmt: skip
     return out
 
 

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .base import AVAILABLE, launch, operator, pieces, power, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator, pieces, usable
 
 if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .base import around
+    from .base import wrap
 
 __all__ = ["add_norm", "fits_add_norm"]
 
@@ -41,8 +41,8 @@ if AVAILABLE:
         source = place
         if PLACED:
             image, h, w = i // (height * width), i // width % height, i % width
-            h = around(h + tl.load(origin + 2 * image, i < count, 0).to(tl.int32), height)
-            w = around(w + tl.load(origin + 2 * image + 1, i < count, 0).to(tl.int32), width)
+            h = wrap(h + tl.load(origin + 2 * image, i < count, 0).to(tl.int32), height)
+            w = wrap(w + tl.load(origin + 2 * image + 1, i < count, 0).to(tl.int32), width)
             source = ((image * height + h) * width + w).to(tl.int64)[:, None] * CHANNELS + c[None, :]
         pieces, total, square = (), tl.zeros([T, K], tl.float32), tl.zeros([T, K], tl.float32)
         for n in tl.static_range(PIECES):
@@ -72,10 +72,10 @@ def add_norm(x: Tensor, update: Tensor | None, gain: Tensor, bias: Tensor | None
     and the norm of x. With ``origin`` (B, 2) in [0, side), tokens x (B, H, W, C) begin there, on the torus."""
     out, normed = torch.empty_like(x) if update is not None else x.new_empty(0), torch.empty_like(x, dtype=dtype)
     channels = x.shape[-1]
-    tokens, count, parts = max(1, ELEMENTS // power(channels)), x.numel() // channels, pieces(channels)
+    tokens, count, parts = max(1, ELEMENTS // next_power_of_2(channels)), x.numel() // channels, pieces(channels)
     height, width = (1, 1) if origin is None else x.shape[1:3]
     launch(_add_norm, (-(-count // tokens),), x, x if update is None else update, gain, gain if bias is None else bias,
            gain if origin is None else origin, out, normed, count, height, width, CHANNELS=channels, PIECES=parts,
            ADD=update is not None, BIAS=bias is not None, PLACED=origin is not None, EPS=eps,
-           K=power(channels // parts), T=tokens, num_warps=4 if channels < 256 else 1)  # fmt: skip
+           K=next_power_of_2(channels // parts), T=tokens, num_warps=4 if channels < 256 else 1)  # fmt: skip
     return out, normed

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from .base import AVAILABLE, launch, operator, power, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator, usable
 
 if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .base import around
+    from .base import wrap
 
 __all__ = ["fits_roll_kernel", "rolled"]
 
@@ -46,8 +46,8 @@ if AVAILABLE:
                         CHANNELS: tl.constexpr, C: tl.constexpr, T: tl.constexpr):  # fmt: skip
         rows, columns = height + 2 * PAD, width + 2 * PAD
         image, h, w, c = _part(rows, columns, CHANNELS, C, T)
-        y = around(around(h - PAD, height) + tl.load(offset + 2 * image).to(tl.int32), height)
-        z = around(around(w - PAD, width) + tl.load(offset + 2 * image + 1).to(tl.int32), width)
+        y = wrap(wrap(h - PAD, height) + tl.load(offset + 2 * image).to(tl.int32), height)
+        z = wrap(wrap(w - PAD, width) + tl.load(offset + 2 * image + 1).to(tl.int32), width)
         keep = (w < columns)[:, None] & (c < CHANNELS)[None, :]
         source = x + image * stride_b + y.to(tl.int64) * stride_h
         target = out + (image * rows + h) * columns * CHANNELS
@@ -60,8 +60,8 @@ if AVAILABLE:
         """A token's gradient is the sum over the places it went to: a first one, and others a side further on."""
         rows, columns = height + 2 * PAD, width + 2 * PAD
         image, y, z, c = _part(height, width, CHANNELS, C, T)
-        h = around(around(y - tl.load(offset + 2 * image).to(tl.int32), height) + PAD, height)
-        w = around(around(z - tl.load(offset + 2 * image + 1).to(tl.int32), width) + PAD, width)
+        h = wrap(wrap(y - tl.load(offset + 2 * image).to(tl.int32), height) + PAD, height)
+        w = wrap(wrap(z - tl.load(offset + 2 * image + 1).to(tl.int32), width) + PAD, width)
         keep = (z < width)[:, None] & (c < CHANNELS)[None, :]
         total = tl.zeros([T, C], tl.float32)
         for row in range(h, rows, height):
@@ -109,7 +109,7 @@ def _split(out: Tensor) -> tuple[tuple[int], dict[str, int]]:
     """Programs that write ``out``, of 128 threads with up to two vectors of 16 bytes each."""
     b, rows, columns, channels = out.shape
     block = math.gcd(channels, 128)
-    block = block if block >= 32 else min(power(channels), 128)
+    block = block if block >= 32 else min(next_power_of_2(channels), 128)
     tokens = 2 * 128 * 16 // out.element_size() // block
     while tokens >= 2 * columns:
         tokens //= 2

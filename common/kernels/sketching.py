@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .base import AVAILABLE, launch, operator, power, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator, usable
 
 if AVAILABLE:
     import triton
@@ -251,7 +251,7 @@ def new_sketch(mixing: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Ten
     r, (d, n), last = len(mixing), weight.shape, int(bias is not None)
     mixed, constant = (torch.empty(shape, dtype=torch.float32, device=weight.device) for shape in ((r, n), (r * last,)))
     return mixed, constant, -(-(n + last) // COLUMNS) * -(-r // 4), {
-        "WIDTH": n, "D": d, "COUNT": r, "BIAS": last, "ROWS": power(d), "J": COLUMNS,
+        "WIDTH": n, "D": d, "COUNT": r, "BIAS": last, "ROWS": next_power_of_2(d), "J": COLUMNS,
     }  # fmt: skip
 
 
@@ -262,7 +262,7 @@ def convolution_taps(mixing: Tensor, weight: Tensor, bias: Tensor | None, dtype:
     bias (D,), or zeros: (r,), float32."""
     r, (d, c, side, _) = len(mixing), weight.shape
     taps, constant = _new_taps(weight, r, c, side, dtype, once), weight.new_empty(r, dtype=torch.float32)
-    n, rows = c * side * side, power(d)
+    n, rows = c * side * side, next_power_of_2(d)
     launch(_convolution_taps, (n // COLUMNS + 1, -(-r // 4)), mixing, weight, weight if bias is None else bias, taps,
            constant, mixing.stride(0), WIDTH=n, D=d, COUNT=r, BIAS=bias is not None, SIDE=side, ONCE=once, ROWS=rows,
            J=COLUMNS, num_warps=_sketch_warps(rows))  # fmt: skip
@@ -322,6 +322,6 @@ def pooled_taps_of_five(mixing: Tensor, weights: list[Tensor], biases: list[Tens
     sizes = {f"{name}{i}": value for name, each in numbers for i, value in enumerate([*each, *(5 - n) * [1]])}
     launch(_pooled_taps, (sum(width // POOLED + 1 for width in c) * -(-r // 4),), mixing,
            *(tensor for tensors in given for tensor in tensors), taps, constants, mixing.stride(0), **sizes, COUNT=r,
-           HEAD=head, ONCE=once, EACH=size, POOLS=max(poolings), HEADS=power(max(dims) // head),
-           E=max(16, power(head)), J=POOLED, num_warps=4)  # fmt: skip
+           HEAD=head, ONCE=once, EACH=size, POOLS=max(poolings), HEADS=next_power_of_2(max(dims) // head),
+           E=max(16, next_power_of_2(head)), J=POOLED, num_warps=4)  # fmt: skip
     return taps, constants

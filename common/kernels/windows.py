@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from .base import AVAILABLE, INTERPRETED, launch, operator, power, usable
+from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, usable
 
 if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .base import around
+    from .base import wrap
 
 __all__ = ["fits_window_kernel", "window_attention"]
 
@@ -40,7 +40,7 @@ if AVAILABLE:
         image, window = index // windows, index % windows
         h = (window // across) * WH + t // WW  # places in the image rolled by the shift
         w = (window % across) * WW + t % WW
-        y, z = around(around(h + SH, HEIGHT) + top, HEIGHT), around(around(w + SW, WIDTH) + left, WIDTH)
+        y, z = wrap(wrap(h + SH, HEIGHT) + top, HEIGHT), wrap(wrap(w + SW, WIDTH) + left, WIDTH)
         row = image.to(tl.int64) * (HEIGHT * WIDTH) + (y * WIDTH + z)
         band_h = (h >= HEIGHT - WH).to(tl.int32) + (h >= HEIGHT - SH).to(tl.int32)
         band_w = (w >= WIDTH - WW).to(tl.int32) + (w >= WIDTH - SW).to(tl.int32)
@@ -187,7 +187,7 @@ def _constants(qkv: Tensor, scale: Tensor | None, origin: Tensor | None, window:
     return {"HEIGHT": qkv.shape[1], "WIDTH": qkv.shape[2], "HEADS": qkv.shape[4], "D": qkv.shape[5], "WH": window[0],
             "WW": window[1], "SH": shift[0], "SW": shift[1],
             "MASKED": masked, "COSINE": scale is not None, "PLACED": origin is not None,
-            "T": max(16, power(window[0] * window[1])), "num_warps": 4}  # fmt: skip
+            "T": max(16, next_power_of_2(window[0] * window[1])), "num_warps": 4}  # fmt: skip
 
 
 def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:

@@ -8,10 +8,11 @@ from typing import Any, Literal, Self
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from ..anchors.canonical import Canonical
-from ..anchors.modules import ConvAnchor
+from ..anchors import Anchor, Canonical, NoAnchor
+from ..grid import Grid
+from ..ops.embed import embedded
+from ..ops.recompute import recompute
 from .hub import HubModel
 
 __all__ = ["Classifier", "PaddingMode", "Stages", "check_images", "check_size", "resolve_padding", "to_pair"]
@@ -59,7 +60,7 @@ def resolve_padding(padding_mode: PaddingMode | None, adaptive: bool) -> Padding
 
 
 class Classifier(HubModel):
-    """Base of the four architectures: a subclass builds its layers and gives ``walk``.
+    """Base of the four architectures: a subclass builds its layers and gives ``forward_stages``.
 
     Images (B, in_chans, H, W), normalised -> logits (B, num_classes). Features are channels-last, (B, H/s, W/s, C).
     """
@@ -89,31 +90,30 @@ class Classifier(HubModel):
         """Raise unless this model takes images of ``size`` (adaptive: is exact for them)."""
         check_size(size, self.multiple, "an exactly shift-equivariant model" if self.adaptive else "this model")
 
-    def enter(self, x: Tensor, anchor: ConvAnchor | None, embed: nn.Conv2d) -> tuple[Tensor, Tensor]:
-        """Check a batch; give it as it is read from now on, and say where each image begins (B, 2) in an adaptive
-        model: at its canonical place and there at the best phase of the convolution that makes tokens. Nothing is moved
-        yet: one roll does both."""
+    def anchor(self, kind: type[Anchor], name: str) -> NoAnchor:
+        """The anchor ``name`` of an adaptive model, or none."""
+        wanted = self.adaptive and name in self.config["anchors"]
+        return kind(score=self.config["score"], sketch=self.config["sketch"]) if wanted else NoAnchor()
+
+    def anchor_images(self, x: Tensor, anchor: NoAnchor, embedding: nn.Conv2d) -> Grid:
+        """Check a batch; let each image of an adaptive model begin at its canonical place and there at the best phase
+        of the convolution that makes tokens. Nothing is moved yet: one read does both."""
         check_images(x, self.in_chans)
         self.check_size((x.shape[2], x.shape[3]))
-        pixels, sketched = x, None
-        if self.adaptive and self.canonical:  # the pass that reads the image packs it for the anchor
-            half = None if anchor is None else anchor.packing(x, embed)
-            sketch = None if anchor is None or half is None else anchor.sketch_of(embed)
-            offset, pixels, sketched = self.canonicalize.place(x, half, sketch)
-        else:
-            offset = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device)
-        if anchor is None:
-            return x, offset
-        offset = anchor.offset(pixels, embed, self.canonical, at=offset, sketched=sketched)
-        return x if torch.is_grad_enabled() else pixels, offset  # in training windows are read from the image itself
+        offset = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device)
+        grid = Grid(x.permute(0, 2, 3, 1), offset, 1)
+        if self.adaptive and self.canonical:
+            grid = self.canonicalize.on(grid, anchor, embedding)
+        grid = anchor.on(grid, embedding)
+        return grid._replace(tokens=embedded(x.permute(0, 2, 3, 1), grid.tokens), shared=None)
 
-    def walk(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
+    def forward_stages(self, x: Tensor, last: int) -> tuple[Stages, Tensor]:
         """Tokens (B, H/s, W/s, C) of stages 0..last, each with the pixel offsets (B, 2) of its grid's origin, and what
         leaves the last of them (with its class token, where there is one)."""
         raise NotImplementedError
 
     def forward_features(self, x: Tensor) -> Tensor:
-        return self.norm(self.walk(x, len(self.feature_info) - 1)[1])
+        return self.norm(self.forward_stages(x, len(self.feature_info) - 1)[1])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return self.head(x, pre_logits=pre_logits)
@@ -137,7 +137,7 @@ class Classifier(HubModel):
             take = list(range(count))[-indices:]
         else:
             take = [range(count)[i] for i in indices]
-        stages, final = self.walk(x, max(take) if stop_early else count - 1)
+        stages, final = self.forward_stages(x, max(take) if stop_early else count - 1)
         intermediates = []
         for i in take:
             feature, offset = stages[i]
@@ -148,11 +148,9 @@ class Classifier(HubModel):
             return intermediates
         return (self.norm(final) if len(stages) == count else final), intermediates
 
-    def run(self, module: Callable[..., Tensor], *args: Any) -> Tensor:
+    def run(self, block: nn.Module, *args: Any) -> Tensor:
         """Call a block, recomputing its activations in the backward pass if ``set_grad_checkpointing`` says so."""
-        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
-            return checkpoint(module, *args, use_reentrant=False)
-        return module(*args)
+        return recompute(block, *args) if self.grad_checkpointing and self.training else block(*args)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.grad_checkpointing = enable

@@ -9,9 +9,10 @@ On a torus the distance is taken modulo M (the paper's Adaptive RPE). Of the res
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["circular_rows", "linear_rows"]
+__all__ = ["circular_rows", "in_eights", "linear_rows", "one_hot_places"]
 
 
 def linear_rows(queries: int, keys: int) -> Tensor:
@@ -41,3 +42,14 @@ def _distances(queries: int, keys: int) -> tuple[int, Tensor]:
         raise ValueError(f"{queries} queries and {keys} keys do not share a grid: one number must divide the other")
     i, j = torch.arange(queries) * (fine // queries), torch.arange(keys) * (fine // keys)
     return fine, i[:, None] - j
+
+
+def in_eights(x: Tensor, dim: int) -> Tensor:
+    """Pad ``dim`` with zeros to a multiple of 8, the width that GPUs multiply matrices in."""
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, -x.shape[dim] % 8))
+
+
+def one_hot_places(rows: int, columns: int) -> Tensor:
+    """(rows columns, channels): 1 in the row and 1 in the column of each key, rows first, each kind in eights."""
+    row, column = torch.eye(rows).repeat_interleave(columns, 0), torch.eye(columns).repeat(rows, 1)
+    return torch.cat([in_eights(row, 1), in_eights(column, 1)], 1)

@@ -8,16 +8,15 @@ from .depthwise import depthwise, kernel_weights, project
 from .dispatch import op, product_dtype, reference
 from .embed import embed
 from .gelu import gelu
-from .merge import merge_patches, reduce_patches, reduction_dtype
+from .merge import merge_patches, reduce_patches
 from .pooling import pool_heads, pool_maximum, with_positions
-from .residual import add_norm, materialize, norm_ahead, normed
-from .roll import begin_at, circular_pad, convolve, roll
+from .residual import add_norm, materialize, norm_ahead
+from .roll import circular_pad, convolve, roll
 
 __all__ = [
     "add_norm",
     "attend",
     "attend_in_windows",
-    "begin_at",
     "circular_pad",
     "convolve",
     "depthwise",
@@ -27,7 +26,6 @@ __all__ = [
     "materialize",
     "merge_patches",
     "norm_ahead",
-    "normed",
     "op",
     "partition",
     "pool_heads",
@@ -35,7 +33,6 @@ __all__ = [
     "product_dtype",
     "project",
     "reduce_patches",
-    "reduction_dtype",
     "reference",
     "reverse",
     "roll",

@@ -11,7 +11,7 @@ from .dispatch import op, product_dtype
 from .roll import circular_pad, roll
 from .weights import kernel_weights, normed_kernel_weights
 
-__all__ = ["depthwise", "kernel_weights", "project", "split_class_tokens"]
+__all__ = ["as_tokens", "depthwise", "kernel_weights", "project", "split_class_tokens"]
 
 
 def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Tensor | None = None) -> Tensor:
@@ -51,6 +51,11 @@ def split_class_tokens(x: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor
     cls_token, x = x.split([x.shape[1] - size[0] * size[1], size[0] * size[1]], 1)
     x = x.unflatten(1, size)
     return cls_token, x.contiguous() if learning else x  # the compiler writes it so at once
+
+
+def as_tokens(parameter: Tensor, tokens: Tensor) -> Tensor:
+    """A parameter that goes beside tokens: in inference of their type, since autocast would make all float32."""
+    return parameter if torch.is_grad_enabled() else parameter.to(tokens.dtype)
 
 
 def _fits_project(x: Tensor, cls_token: Tensor, q: Any, k: Any, v: Any, origin: Tensor | None) -> bool:

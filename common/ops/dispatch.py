@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ..kernels import base
-from ..kernels.base import product_dtype
+from ..kernels.base import product_dtype, usable
 
 __all__ = ["op", "product_dtype", "reference"]
 
@@ -15,16 +15,18 @@ T = TypeVar("T")
 
 
 def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Put a kernel beside a reference: ``kernel(...)`` where ``fits(...)`` holds, else the function itself.
+    """Put a kernel beside a reference: ``kernel(...)`` where kernels run and ``fits(...)`` holds, else the function.
 
-    All three take the same arguments. ``fits`` looks at everything that the kernel assumes. It reads shapes, types and
-    modes alone, so a compiler decides once, while it traces. The reference stays at hand as ``operation.reference``.
+    All three take the same arguments, a tensor first. ``fits`` looks at everything that the kernel assumes. It reads
+    shapes, types and modes alone, so a compiler decides once, while it traces. The reference stays at hand as
+    ``operation.reference``.
     """
 
     def beside(plain: Callable[P, T]) -> Callable[P, T]:
         @wraps(plain)
-        def operation(*args: P.args, **kwargs: P.kwargs) -> T:
-            return kernel(*args, **kwargs) if fits(*args, **kwargs) else plain(*args, **kwargs)
+        def operation(*args: Any, **kwargs: Any) -> T:
+            run = kernel if usable(args[0]) and fits(*args, **kwargs) else plain
+            return run(*args, **kwargs)
 
         operation.reference = plain  # type: ignore[attr-defined]
         return operation

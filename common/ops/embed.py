@@ -8,13 +8,19 @@ from .. import kernels
 from .roll import convolve, roll
 from .strided import Strided
 
-__all__ = ["embed"]
+__all__ = ["embed", "embedded"]
 
 
-def embed(conv: nn.Conv2d, x: Tensor, offset: Tensor | None = None, norm: nn.LayerNorm | None = None,
-          wave: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """``conv`` of an image or of tokens, rolled by ``offset`` (B, 2) in [0, side) if there is one, channels-last,
-    normalised by ``norm``; and with ``wave`` the tokens' moments (``kernels.token_moments``), where a kernel has them
+def embedded(x: Tensor, packed: Tensor) -> Tensor:
+    """Of an image and what an anchor reads of it, that which ``embed`` does: in training windows are read from the
+    image itself."""
+    return x if torch.is_grad_enabled() else packed
+
+
+def embed(conv: nn.Conv2d, x: Tensor, origin: Tensor | None = None, norm: nn.LayerNorm | None = None,
+          direction: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """``conv`` of an image or of tokens, read from ``origin`` (B, 2) in [0, side) on if there is one, channels-last,
+    normalised by ``norm``; and with ``direction`` the tokens' moments (``ops.choice.moments``), where a kernel has them
     for little.
 
     With the few channels of an image a convolution is slow: where it can be, it is one matrix product of windows, which
@@ -28,33 +34,34 @@ def embed(conv: nn.Conv2d, x: Tensor, offset: Tensor | None = None, norm: nn.Lay
         x = kernels.packed(x, dtype) if k > s else x  # worth it where windows overlap
         weights = kernels.in_pieces(conv.weight.to(dtype), x, s)
         gain, shift, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-        tokens, moments = kernels.image_tokens(x, offset, weights, conv.bias, gain, shift, eps, wave, k, s, p, circular)
-        return tokens, None if wave is None else moments
-    tokens = _convolve(conv, x, offset, circular)
+        given = gain, shift, eps, direction, k, s, p, circular
+        tokens, moments = kernels.image_tokens(x, origin, weights, conv.bias, *given)
+        return tokens, None if direction is None else moments
+    tokens = _convolve(conv, x, origin, circular)
     if norm is not None:
         tokens = norm(tokens).to(tokens.dtype)  # autocast leaves float32: twice what a stage has to read and write
     compiled = torch.compiler.is_compiling()  # then moments are taken where they are needed, as tokens are normalised
-    if wave is None or compiled or not kernels.usable(x) or tokens.dtype == torch.float64:
+    if direction is None or compiled or not kernels.usable(x) or tokens.dtype == torch.float64:
         return tokens, None
-    return tokens, kernels.token_moments(tokens.detach().contiguous(), wave)
+    return tokens, kernels.token_moments(tokens.detach().contiguous(), direction)
 
 
-def _convolve(conv: nn.Conv2d, x: Tensor, offset: Tensor | None, circular: bool) -> Tensor:
+def _convolve(conv: nn.Conv2d, x: Tensor, origin: Tensor | None, circular: bool) -> Tensor:
     (k, _), (s, _), (p, _) = Strided.of(conv)
     weight = conv.weight.flatten(1)
     if 1 <= k - 2 * p <= s and kernels.fits_image_windows(x, k, s):
-        windows = kernels.image_windows(x, offset, k, s, p, circular, kernels.product_dtype(x))
+        windows = kernels.image_windows(x, origin, k, s, p, circular, kernels.product_dtype(x))
         return F.linear(windows, F.pad(weight, (0, windows.shape[-1] - weight.shape[1])), conv.bias)
     tokens = x.permute(0, 2, 3, 1)
     if circular and x.shape[1] >= 16 and kernels.fits_roll_kernel(tokens):
-        start = torch.zeros(len(x), 2, dtype=torch.long, device=x.device) if offset is None else offset
+        start = torch.zeros(len(x), 2, dtype=torch.long, device=x.device) if origin is None else origin
         tokens = tokens.to(kernels.product_dtype(x))
         if kernels.fits_convolved(tokens, conv.weight, s, p):
             weight = conv.weight.to(tokens).permute(0, 2, 3, 1).contiguous()
             return kernels.convolved(tokens, start, weight, conv.bias)
         x = kernels.rolled(tokens, start, p).permute(0, 3, 1, 2)
         return F.conv2d(x, conv.weight, conv.bias, conv.stride).permute(0, 2, 3, 1)
-    x = x if offset is None else roll(x, offset, within=True)
+    x = x if origin is None else roll(x, origin, within=True)
     if k != s or p:
         return convolve(conv, x).permute(0, 2, 3, 1)
     b, c, h, w = x.shape

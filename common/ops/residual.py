@@ -2,13 +2,12 @@
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .. import kernels
 from .dispatch import op, product_dtype
 from .roll import roll
 
-__all__ = ["add_norm", "materialize", "norm_ahead", "normed"]
+__all__ = ["add_norm", "materialize", "norm_ahead"]
 
 
 def _fits(x: Tensor, update: Tensor, norm: nn.LayerNorm, origin: Tensor | None = None) -> bool:
@@ -33,14 +32,6 @@ def norm_ahead(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
     if not kernels.fits_add_norm(x, None, norm.weight):
         return None
     return kernels.add_norm(x, None, norm.weight, norm.bias, norm.eps, product_dtype(x), None)[1]
-
-
-def normed(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
-    """The norm of x as products read it, for an anchor and a block; None where only the block itself can take it: for a
-    gradient, or with sharded weights."""
-    if torch.is_grad_enabled() or isinstance(norm.weight, DTensor):
-        return None
-    return materialize(norm(x).to(product_dtype(x)))
 
 
 def materialize(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 
-__all__ = ["begin_at", "circular_pad", "convolve", "roll"]
+__all__ = ["circular_pad", "convolve", "reads_from_origin", "roll"]
 
 
 def _gather(x: Tensor, offset: Tensor, dims: tuple[int, int]) -> Tensor:
@@ -69,13 +69,10 @@ def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1), within: bo
     return _Roll.apply(x, offset, (h, w))
 
 
-def begin_at(x: Tensor, offset: Tensor, inference: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Let tokens (B, H, W, C) begin at ``offset`` (B, 2) in [0, side): ``(x, offset, None)`` where kernels read them
-    from there, so that nothing is moved; else ``(rolled x, None, offset)``. ``inference``: the kernels that read these
-    tokens do so for no gradient."""
-    if kernels.usable(x) and not (inference and torch.is_grad_enabled()):
-        return x, offset, None
-    return roll(x, offset, (1, 2), within=True), None, offset
+def reads_from_origin(x: Tensor, inference: bool = False) -> bool:
+    """Whether the kernels that take tokens (B, H, W, C) read each sample from its own origin on, so that nothing has to
+    be moved. ``inference``: they do so for no gradient."""
+    return kernels.usable(x) and not (inference and torch.is_grad_enabled())
 
 
 class _CircularPad(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What is made of weights: gathered, mixed, laid out for kernels.
+"""What is made of weights: gathered, combined, laid out for kernels.
 
 Nothing made of weights is cached. Optimizers, averages of weights, collectives and ``.data`` change weights without a
 trace, so a cache cannot know when it is stale; and a compiled graph makes all of it in passing.
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import kernels
 
-__all__ = ["gathered", "kernel_weights", "normed_kernel_weights", "product"]
+__all__ = ["gathered", "is_plain", "kernel_weights", "normed_kernel_weights", "product"]
 
 
 def gathered(parameter: Tensor) -> Tensor:
@@ -50,3 +50,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return (a[:, :, None] * b).sum(1)
     with torch.autocast(a.device.type, enabled=False):
         return a @ b
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module computes what its weights say: a torch layer itself, with no adapter, hook, parametrisation or
+    shard about it, so that its weights may be read instead of calling it."""
+    plain = type(module) in PLAIN and not isinstance(module.weight, DTensor)
+    return plain and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+PLAIN = (nn.Linear, nn.LayerNorm, nn.Conv2d, nn.BatchNorm2d)

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .base import AVAILABLE, launch, operator, power
-from .scores import rows_apart, window_constants
+from .base import AVAILABLE, launch, next_power_of_2, operator
+from .choices import rows_apart, window_constants
 from .sketching import shape_of_taps
 
 if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .scores import choose_window
+    from .choices import choose_window
     from .sketching import columns, four, store_taps, which
 
 __all__ = ["Mergings", "best_window_beside", "fits_beside", "merging_weights"]
@@ -214,7 +214,8 @@ def _launch(mergings: Mergings, images: tuple[Any, ...],
     given = [[*tensors, *(3 - len(tensors)) * [like]] for tensors in (weights, gains, biases)]
     each: dict[str, list[int]] = {
         "WIDTH": wide, "D": d, "LINES": lines, "TAPS": [prod(taps) for taps, *_ in shapes],
-        "ONCE": [int(one) for one in mergings.once], "ROWS": [power(n) for n in d], "K": [power(n) for n in wide],
+        "ONCE": [int(one) for one in mergings.once], "ROWS": [next_power_of_2(n) for n in d],
+        "K": [next_power_of_2(n) for n in wide],
     }  # fmt: skip
     constants |= {f"{name}{i}": n for name, values in each.items() for i, n in enumerate([*values, 0, 0][:3])}
     programs = images[4] + blocks * -(-r // 4) + sum(-(-n // SCALED) for n in lines)

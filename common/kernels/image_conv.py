@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import AVAILABLE, INTERPRETED, launch, operator, power
+from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator
 from .pixels import fits_image_windows, is_packed
 
 if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .base import around
+    from .base import wrap
     from .pixels import beginning
 
 __all__ = ["all_phases", "fits_image_phases", "fits_image_tokens", "image_phases", "image_tokens", "in_pieces"]
@@ -71,11 +71,11 @@ def _pieces(channels: int, near: bool, size: int, stride: int, outputs: int, how
         pieces = -(-(size**2) * channels // PLANES)
         return {"K": PLANES, "STEPS": pieces, "TAIL": 0, "LINE": size, "BAND": size, "BANDS": 1}
     band, count = (stride, -(-size // stride)) if stride < size <= how["bands"] * stride else (size, 1)
-    line = power(size) if how["lines"] and 4 * size > 3 * power(size) else size
-    numbers = band * line * power(channels)
-    k = max(16, min(how["places"][_many(outputs, count)], power(numbers)))
+    line = next_power_of_2(size) if how["lines"] and 4 * size > 3 * next_power_of_2(size) else size
+    numbers = band * line * next_power_of_2(channels)
+    k = max(16, min(how["places"][_many(outputs, count)], next_power_of_2(numbers)))
     steps, left = divmod(numbers, k)
-    tail = max(16, power(left)) if left else 0
+    tail = max(16, next_power_of_2(left)) if left else 0
     return {"K": k, "STEPS": steps + (tail == k), "TAIL": tail % k, "LINE": line, "BAND": band, "BANDS": count}
 
 
@@ -100,7 +100,7 @@ def in_pieces(weight: Tensor, x: Tensor, stride: int, phases: bool = False) -> T
     """Weights (outputs, C, size, size) as (places, outputs) in the order in which windows of x are read by
     ``image_tokens`` or ``image_phases`` (see ``_pieces``): channel by channel or, if it is ``packed``, pixel by pixel,
     with zeros for channels up to a power of two. Zeros also beyond a window, up to whole pieces."""
-    size, c = weight.shape[-1], power(x.shape[1])
+    size, c = weight.shape[-1], next_power_of_2(x.shape[1])
     cut = _pieces(x.shape[1], is_packed(x), size, stride, len(weight), PHASES if phases else TOKENS)
     if not is_packed(x):
         weight = weight.flatten(1).T
@@ -150,7 +150,7 @@ if AVAILABLE:
             keep = keep & ((row >= -top) & (row < height - top))[None, :]
             keep = keep & (column[None, :] >= -left[:, None]) & (column[None, :] < (width - left)[:, None])
         if PLACED or BEYOND:
-            top, left = around(around(top, height) + down, height), around(left + right, width)
+            top, left = wrap(wrap(top, height) + down, height), wrap(left + right, width)
         row, column = row + top, column[None, :] + left[:, None]
         if PLACED or BEYOND:
             row, column = tl.where(row < height, row, row - height), tl.where(column < width, column, column - width)
@@ -308,11 +308,12 @@ def _reading(x: Tensor, size: int, stride: int, outputs: int,
     batch, c, rows, across = x.shape[0], x.shape[1], x.shape[2] // stride, x.shape[3] // stride
     cut = _pieces(c, is_packed(x), size, stride, outputs, how)
     many = _many(outputs, cut["BANDS"])
-    m = max(16, min(how["cells"][int(2 * batch * rows < how["programs"])], power(across)))
+    m = max(16, min(how["cells"][int(2 * batch * rows < how["programs"])], next_power_of_2(across)))
     blocks = -(-across // m)
     parts = -(-rows // min(how["rows"][many], -(-rows * blocks * batch // how["programs"])))
     return parts * blocks, blocks, {
-        "SW": x.stride(3), "SIZE": size, "STRIDE": stride, "PACKED": is_packed(x), "CHANNELS": c, "C": power(c), **cut,
+        "SW": x.stride(3), "SIZE": size, "STRIDE": stride, "PACKED": is_packed(x), "CHANNELS": c,
+        "C": next_power_of_2(c), **cut,
         "SETTLED": how["settled"], "M": m, "ROWS": -(-rows // parts),
         "num_warps": how["num_warps"] * (2 if outputs > how["wide"] else 1),
         "num_stages": how["num_stages"][many] + (outputs > how["ahead"] and is_packed(x)),
@@ -337,8 +338,8 @@ def image_tokens(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor
     out = torch.empty((b, rows, across, outputs), dtype=weights.dtype, device=x.device)
     moments = torch.empty((0 if wave is None else b, 3, rows, across), dtype=torch.float32, device=x.device)
     parts, blocks, constants = _reading(x, size, stride, outputs, TOKENS)
-    n = max(16, power(outputs))
-    rest = max(16, power(outputs - n // 2)) if n // 2 < outputs else 0
+    n = max(16, next_power_of_2(outputs))
+    rest = max(16, next_power_of_2(outputs - n // 2)) if n // 2 < outputs else 0
     n, rest = (n // 2, rest) if n // 2 + rest < n else (n, 0)
     given = [x if tensor is None else tensor for tensor in (bias, gain, shift, wave)]
     launch(_image_tokens, (b * parts,), x, x if offset is None else offset, weights, *given, out, moments, h, w, parts,

@@ -4,20 +4,21 @@
 - ``token_energies``: from the product of each token with all taps.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import AVAILABLE, INTERPRETED, launch, operator, power, usable
-from .scores import best_phase
+from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, usable
+from .choices import best_phase
 
 if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .base import around
+    from .base import wrap
 
 __all__ = ["best_of_tokens", "fits_token_kernel", "fits_token_scores", "in_one_pass", "token_energies", "token_scores"]
 
@@ -49,9 +50,10 @@ READINGS = {
 """By channels."""
 
 
-def fits_token_kernel(x: Tensor, weight: Tensor, stride: tuple[int, int]) -> bool:
-    """Whether ``token_energies`` takes these: 16 channels or more, 4-64 outputs, a 2 x 2 or 3 x 3 kernel."""
-    r, channels, kh, kw = weight.shape
+def fits_token_kernel(x: Tensor, shape: Sequence[int], stride: tuple[int, int]) -> bool:
+    """Whether ``token_energies`` takes tokens (B, C, H, W) and weights of this shape: 16 channels or more, 4-64
+    outputs, a 2 x 2 or 3 x 3 kernel."""
+    r, channels, kh, kw = shape
     small = kh == kw in (2, 3) and stride in ((2, 2), (4, 4))
     fits = channels == x.shape[1] >= 16 and r in (4, 8, 16, 32, 64) and small
     whole = all(side % s == 0 for side, s in zip(x.shape[2:], stride, strict=True))
@@ -95,14 +97,14 @@ if AVAILABLE:
             valid = w < tl.where(h < height, width, 0)
             t = tl.zeros([BLOCK, R], tl.float32)
             for tap in tl.static_range(SIDE * SIDE):  # each product of a token with a tap is read once
-                token = around(h + tap // SIDE - PAD, height) * width + around(w + (tap % SIDE - PAD), width)
+                token = wrap(h + tap // SIDE - PAD, height) * width + wrap(w + (tap % SIDE - PAD), width)
                 place = base + token[:, None] * WIDE + tap * R + n[None, :]
                 t += tl.load(place, valid[:, None], 0.0).to(tl.float32)
             if NORM:
                 mean = tl.zeros([BLOCK], tl.float32)
                 square = tl.zeros([BLOCK], tl.float32)
                 for tap in tl.static_range(SIDE * SIDE):
-                    place = around(h + tap // SIDE, height) * width + around(w + tap % SIDE, width) + image * sm
+                    place = wrap(h + tap // SIDE, height) * width + wrap(w + tap % SIDE, width) + image * sm
                     mean += tl.load(sums + place, valid, 0.0)
                     square += tl.load(squares + place, valid, 0.0)
                 mean, square = mean / (SIDE * SIDE * channels), square / (SIDE * SIDE * channels)
@@ -172,7 +174,7 @@ if AVAILABLE:
             for tile in range((COUNT + T - 1) // T):
                 at = tile * T + i
                 keep = (at < COUNT)[:, None]
-                line = start + (around(first + at, HEIGHT * HALF) * (2 * CHANNELS))[:, None] + k[None, :]
+                line = start + (wrap(first + at, HEIGHT * HALF) * (2 * CHANNELS))[:, None] + k[None, :]
                 y = _times(line, keep, b0, b1, b2, CHUNKS, K)
                 y_place = y_here + (at * 8)[:, None] + (n // 8 * (COUNT * 8) + n % 8)[None, :]
                 tl.store(y_place, y.to(products.dtype.element_ty), keep & (n < 16 * SIDE)[None, :])
@@ -182,7 +184,7 @@ if AVAILABLE:
             for tile in range((COUNT + T - 1) // T):
                 at = tile * T + i
                 keep = (at < COUNT)[:, None]
-                line = start + (around(first + at, HEIGHT * HALF) * (2 * CHANNELS))[:, None] + k[None, :]
+                line = start + (wrap(first + at, HEIGHT * HALF) * (2 * CHANNELS))[:, None] + k[None, :]
                 y = tl.zeros([T, N], tl.float32)
                 for c in range(0, 2 * CHANNELS, CHUNK):
                     y = tl.dot(tl.load(line + c, keep, 0.0), tl.load(weights + c * N), y)
@@ -201,14 +203,14 @@ if AVAILABLE:
             left = tl.where(column == 0, HALF - 1, column - 1)
             t = tl.zeros([Q, 8], tl.float32)
             for v in tl.static_range(SIDE):
-                above = (around(row + v - PAD, HEIGHT) if WHOLE else row + v) * HALF + 2 * v * COUNT
+                above = (wrap(row + v - PAD, HEIGHT) if WHOLE else row + v) * HALF + 2 * v * COUNT
                 t += tl.load(y_here + ((above + left) * 8)[:, None] + m[None, :], valid[:, None], 0.0)
                 t += tl.load(y_here + ((above + column + COUNT) * 8)[:, None] + m[None, :], valid[:, None], 0.0)
             if NORM:
                 s0, s1 = tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32)
                 q0, q1 = tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32)
                 for v in tl.static_range(2):
-                    above = known + around(strip * ROWS + row + v, HEIGHT) * (2 * HALF)
+                    above = known + wrap(strip * ROWS + row + v, HEIGHT) * (2 * HALF)
                     s = tl.load(sums + (above + 2 * column), valid, 0.0)
                     q = tl.load(squares + (above + 2 * column), valid, 0.0)
                     s0 += s + tl.load(sums + (above + 2 * column + 1), valid, 0.0)
@@ -271,7 +273,7 @@ if AVAILABLE:
             directions = directions + (tl.zeros([T, 8], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         t1, t2 = tl.zeros([T, 16], tl.float32), tl.zeros([T, 16], tl.float32)  # of the next rows, so far
         for row in range(first - (SIDE - 2), first + ROWS + 1):
-            here = line + around(row, HEIGHT) * (2 * HALF * CHANNELS)
+            here = line + wrap(row, HEIGHT) * (2 * HALF * CHANNELS)
             top, below = _halves(_times(here, True, b0, b1, b2, CHUNKS, K), T, N)
             if SIDE == 3:
                 top, middle = _halves(top, T, 32)
@@ -318,7 +320,7 @@ def token_energies(y: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None,
     (B, H, W), float32, of equal strides -> (B, parts, 2, stride, stride), to be summed over the parts.
     """
     b, h, w, n = y.shape
-    strip, block = _strip(b, h, stride), max(2, min(64, power(w)))
+    strip, block = _strip(b, h, stride), max(2, min(64, next_power_of_2(w)))
     grid = (b, -(-h // strip), -(-w // block))
     out = torch.empty((b, grid[1] * grid[2], 2, stride, stride), dtype=torch.float32, device=y.device)
     norm = [bias if tensor is None else tensor for tensor in (colsum, sums, squares)]
@@ -387,7 +389,7 @@ def _score(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor |
     launch(_token_scores, (b * strips,), x, taps, bias, wave, *given, products, out, strips, x.stride(0),
            0 if sums is None else sums.stride(0), bias.stride(0), HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side,
            STRIDE=stride, NORM=colsum is not None, EPS=eps, PARTS=parts, CHOOSE=choose, SIGNED=signed, ROWS=rows,
-           T=how.pairs, CHUNK=how.chunk, Q=32 * how.warps, P=power(parts), num_warps=how.warps,
+           T=how.pairs, CHUNK=how.chunk, Q=32 * how.warps, P=next_power_of_2(parts), num_warps=how.warps,
            num_stages=how.stages)  # fmt: skip
     return out
 
@@ -395,13 +397,13 @@ def _score(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor |
 def _by_rows(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, side: int, stride: int) -> Tensor:
     """``token_scores`` of a few channels without a norm."""
     b, h, w, c = x.shape
-    slot, parts = power(w // 2), bias.numel() // 4
+    slot, parts = next_power_of_2(w // 2), bias.numel() // 4
     groups = -(-b * slot // PAIRS)
     rows = _cut(h, stride, groups, PROGRAMS, h)
     out = torch.empty((b, h // rows, 2, stride, stride), dtype=torch.float32, device=x.device)
     launch(_token_rows, (groups * h // rows,), x, taps, bias, wave, out, b, h // rows, x.stride(0), bias.stride(0),
            HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side, STRIDE=stride, PARTS=parts, ROWS=rows, SLOT=slot, T=PAIRS,
-           P=power(parts), num_warps=4, num_stages=min(6, 384 // c))  # fmt: skip
+           P=next_power_of_2(parts), num_warps=4, num_stages=min(6, 384 // c))  # fmt: skip
     return out
 
 

@@ -9,8 +9,9 @@ from conftest import both, interpreted, launches, randomize
 from torch import Tensor, nn
 
 from common import create_model, kernels
-from common.anchors.modules import ConvAnchor, WindowAnchor
+from common.anchors import ConvAnchor, WindowAnchor
 from common.ops import embed
+from common.ops.choice import moments
 from common.shifts import roll
 
 pytestmark = pytest.mark.as_on_gpu("images")
@@ -26,9 +27,10 @@ def test_phase_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, padding
     anchor = ConvAnchor(score=score, sketch=sketch)
     conv = nn.Conv2d(3, 32, kernel, 4, padding)
     x, at = torch.randn(4, 3, 20, 68), torch.tensor([[0, 67], [19, 0], [18, 66], [5, 9]])
-    fast, plain = both(monkeypatch, lambda: anchor.offset(x, conv, fast=True, at=at))
+    tokens = x.permute(0, 2, 3, 1)
+    fast, plain = both(monkeypatch, lambda: anchor.choose(tokens, conv, low_precision=True, origin=at))
     assert torch.equal(fast, plain)
-    phase = anchor.offset(roll(x, at), conv, fast=True)
+    phase = anchor.offset(roll(x, at), conv, low_precision=True)
     assert torch.equal(plain, (at + phase) % torch.tensor([20, 68]))
     assert len({tuple(offset) for offset in phase.tolist()}) > 1
     assert (plain < at).any()
@@ -44,7 +46,7 @@ def test_parts_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, stride:
     """An image of many cells is shared between programs, which begin with what windows have in the rows before."""
     for how in ("TOKENS", "PHASES"):
         for limit, count in (("cells", (16, 16)), ("programs", 5)):  # rows of cells: 3, 3 and 1
-            monkeypatch.setitem(getattr(sys.modules["common.kernels.patches"], how), limit, count)
+            monkeypatch.setitem(getattr(sys.modules["common.kernels.image_conv"], how), limit, count)
     conv = nn.Conv2d(channels, 24, kernel, stride, padding, padding_mode=padding_mode)
     anchor = ConvAnchor(score="energy", sketch=64 // stride**2)
     x, at = torch.randn(1, channels, 7 * stride, 18 * stride), torch.tensor([[5, 17]])
@@ -52,7 +54,11 @@ def test_parts_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, stride:
 
     def run() -> list[Tensor]:
         with torch.no_grad():
-            return [embed(conv, x, at)[0], embed(conv, x)[0], anchor.offset(x, conv, fast=True, at=at)]
+            return [
+                embed(conv, x, at)[0],
+                embed(conv, x)[0],
+                anchor.choose(x.permute(0, 2, 3, 1), conv, low_precision=True, origin=at),
+            ]
 
     for fast, plain in zip(*both(monkeypatch, run), strict=True):
         assert torch.allclose(fast, plain, atol=2e-5)
@@ -78,21 +84,21 @@ def test_an_image_is_packed_once(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     """For the choice of a phase and for the tokens there: as the canonical anchor reads it, or apart if it has many
     channels (too many for a program to hold the weights of all phases of a large window). In a default model where
     windows overlap."""
-    launched = launches(monkeypatch, "patches", "pixels")
+    launched = launches(monkeypatch, "image_conv", "pixels")
     x, last = torch.randn(1, 5, 32, 32), 0 if name == "cvt_micro" else -1  # CvT's embedding is a part of its stage
     with torch.no_grad():
         model = randomize(create_model(name, adaptive=True, sketch=4)).eval()
-        model.walk(x[:, :3], last)
+        model.forward_stages(x[:, :3], last)
         assert launched == ["_image_phases", "_image_tokens"]
         with torch.enable_grad():
-            model.walk(x[:, :3], last)
+            model.forward_stages(x[:, :3], last)
         assert launched[2:] == ["_image_phases", "_image_windows"]  # which are differentiated
         launched.clear()
-        randomize(create_model(name, adaptive=True, sketch=4, in_chans=5)).eval().walk(x, last)
+        randomize(create_model(name, adaptive=True, sketch=4, in_chans=5)).eval().forward_stages(x, last)
         held = ["_image_phases"] if "swin" in name else []
         assert launched == ["_image_pixels", *held, "_image_tokens"]
         launched.clear()
-        create_model(name).eval().walk(x[:, :3], last)
+        create_model(name).eval().forward_stages(x[:, :3], last)
     assert launched == (["_image_tokens"] if "swin" in name else ["_image_pixels", "_image_tokens"])
 
 
@@ -114,8 +120,8 @@ def test_embedding_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, pad
 
     def infer() -> list[Tensor]:
         with torch.no_grad():
-            tokens, moments = embed(conv, x, offset, norm, anchor.wave)
-            known = anchor.moments(tokens) if moments is None else moments.unbind(1)
+            tokens, found = embed(conv, x, offset, norm, anchor.reads)
+            known = moments(tokens, anchor.direction) if found is None else found.unbind(1)
             return [tokens, *known, embed(conv, x, offset)[0]]
 
     def train() -> list[Tensor]:

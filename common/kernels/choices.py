@@ -1,6 +1,6 @@
 """What anchors choose by: scores of phases and of windows.
 
-- ``best_phase``: the offset of the largest score, from partial sums of ``tokens`` or of ``image_phases``.
+- ``best_phase``: the offset of the largest score, from partial sums of ``token_scores`` or of ``image_phases``.
 - ``best_window``: the offset of the partition into windows whose means have the largest norm, or of the strongest
   token.
 - ``token_moments``: what the scores need of each token, in one pass; a compiler fuses it with what comes before.
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import AVAILABLE, launch, operator, power, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator, usable
 
 if AVAILABLE:
     import triton
     import triton.language as tl
 
-    from .base import around
+    from .base import wrap
 
 __all__ = ["best_phase", "best_window", "fits_window_scores", "rows_apart", "token_moments", "window_constants"]
 
@@ -61,8 +61,8 @@ if AVAILABLE:
         best = tl.min(tl.where(energy == tl.max(energy, 0), phase, S - 1), 0)
         row, column = best // STRIDE, best % STRIDE
         if PLACED:
-            row = around(row + tl.load(at + 2 * image).to(tl.int32), area // width)
-            column = around(column + tl.load(at + 2 * image + 1).to(tl.int32), width)
+            row = wrap(row + tl.load(at + 2 * image).to(tl.int32), area // width)
+            column = wrap(column + tl.load(at + 2 * image + 1).to(tl.int32), width)
         tl.store(out + 2 * image, row.to(tl.int64))
         tl.store(out + 2 * image + 1, column.to(tl.int64))
 
@@ -132,10 +132,10 @@ if AVAILABLE:
         keep = (k * WH < height)[:, None] & (w < width)[None, :]
         v = tl.zeros([K, BLOCK], tl.float32)
         for i in range(WH):
-            row = around(k * WH + phase + i, height)
+            row = wrap(k * WH + phase + i, height)
             line = tl.zeros([K, BLOCK], tl.float32)
             for j in tl.static_range(WW):
-                place = image.to(tl.int64) * sm + row[:, None] * width + around(w + j, width)[None, :]
+                place = image.to(tl.int64) * sm + row[:, None] * width + wrap(w + j, width)[None, :]
                 strength = tl.sqrt(tl.load(square + place, keep, 0.0))
                 if GAIN != 0.0:
                     strength += GAIN * tl.load(toward + place, keep, 0.0)
@@ -168,7 +168,7 @@ def best_phase(parts: Tensor, stride: int, area: int, signed: bool, at: Tensor |
     b, count = parts.shape[:2]
     out = torch.empty((b, 2), dtype=torch.int64, device=parts.device)
     launch(_best_phase, (b,), parts, out if at is None else at.contiguous(), out, count, area, width, STRIDE=stride,
-           SIGNED=signed, PLACED=at is not None, BLOCK=max(2, min(128, power(count))),
+           SIGNED=signed, PLACED=at is not None, BLOCK=max(2, min(128, next_power_of_2(count))),
            num_warps=1 if count <= 32 else 4 if count <= 64 else 8)  # fmt: skip
     return out
 
@@ -187,17 +187,17 @@ def best_window(square: Tensor, toward: Tensor, taps: Tensor, window: list[int],
     out = torch.empty((b, 2), dtype=torch.int64, device=square.device)
     square, toward = rows_apart(square, toward)
     if (h, w) == (down, across):
-        launch(_best_token, (b,), square, toward, out, square.stride(0), HEIGHT=h, WIDTH=w, GAIN=gain, N=power(h * w),
-               num_warps=1 if h * w <= 256 else 4)  # fmt: skip
+        launch(_best_token, (b,), square, toward, out, square.stride(0), HEIGHT=h, WIDTH=w, GAIN=gain,
+               N=next_power_of_2(h * w), num_warps=1 if h * w <= 256 else 4)  # fmt: skip
         return out
     given, known = (square, toward, taps), window_constants(square, window)
     if known is not None:
         constants, warps = known
         launch(_best_window, (b,), *given, out, square.stride(0), GAIN=gain, **constants, num_warps=warps)
         return out
-    below, phases = max(2, power(h // down)), (power(down), power(across))
+    below, phases = max(2, next_power_of_2(h // down)), (next_power_of_2(down), next_power_of_2(across))
     energies = torch.empty((b, down, w), dtype=torch.float32, device=square.device)
-    block = max(16, min(64, power(w)))
+    block = max(16, min(64, next_power_of_2(w)))
     launch(_window_energies, (b, down, -(-w // block)), *given, energies, square.stride(0), h, w, GAIN=gain, WH=down,
            WW=across, K=below, BLOCK=block, num_warps=2 if below <= 8 else 8)  # fmt: skip
     launch(_best_energy, (b,), energies, out, w, WH=down, WW=across, A=max(2, phases[0]), B=max(2, phases[1]),
@@ -208,14 +208,15 @@ def best_window(square: Tensor, toward: Tensor, taps: Tensor, window: list[int],
 def window_constants(square: Tensor, window: list[int]) -> tuple[dict[str, Any], int] | None:
     """What a program that chooses windows of a whole image has to know, and its warps; None where it can not."""
     (_, h, w), (down, across) = square.shape, window
-    below, beside, phases = max(2, power(h // down)), max(2, power(w // across)), (power(down), power(across))
-    longest = max(16, power(h), power(w), phases[0] * below, phases[1] * beside)
+    below, beside = max(2, next_power_of_2(h // down)), max(2, next_power_of_2(w // across))
+    phases = next_power_of_2(down), next_power_of_2(across)
+    longest = max(16, next_power_of_2(h), next_power_of_2(w), phases[0] * below, phases[1] * beside)
     if (h, w) == (down, across) or longest not in WINDOWS:
         return None
     precision, warps = WINDOWS[longest]
     return {
         "HEIGHT": h, "WIDTH": w, "WH": down, "WW": across, "A": phases[0], "B": phases[1], "DOWN": below,
-        "ACROSS": beside, "H": max(16, power(h)), "W": max(16, power(w)), "PRECISION": precision,
+        "ACROSS": beside, "H": max(16, next_power_of_2(h)), "W": max(16, next_power_of_2(w)), "PRECISION": precision,
     }, warps  # fmt: skip
 
 
@@ -232,7 +233,7 @@ def token_moments(x: Tensor, wave: Tensor) -> Tensor:
     -> (B, 3, H, W), float32."""
     b, h, w, c = x.shape
     out = torch.empty((b, 3, h, w), dtype=torch.float32, device=x.device)
-    block = max(1, min(32, 4096 // power(c)))
-    launch(_token_moments, (-(-b * h * w // block),), x, wave, out, b * h * w, h * w, c, K=power(c), BLOCK=block,
-           num_warps=4)  # fmt: skip
+    block = max(1, min(32, 4096 // next_power_of_2(c)))
+    launch(_token_moments, (-(-b * h * w // block),), x, wave, out, b * h * w, h * w, c, K=next_power_of_2(c),
+           BLOCK=block, num_warps=4)  # fmt: skip
     return out

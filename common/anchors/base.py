@@ -1,0 +1,71 @@
+"""What anchors share: m* = argmax_m score(m), the best of the phases at which a strided operation can begin."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..grid import Grid
+from ..ops.choice import best_partition, moments, to_float64
+from ..ops.energy import best_phase
+from ..ops.residual import materialize
+from .fixed import Fixed
+
+__all__ = ["Anchor"]
+
+
+class Anchor(Fixed):
+    """Where each sample's grid begins. A subclass says how far its phases reach (``window``) and, for scores that need
+    the layer behind it, what they are (``scores``). Nothing is learned and nothing is stored in an anchor.
+
+    ``low_precision`` leaves scores in the precision of the model around them: safe behind the canonical anchor, where
+    all shifted copies are one array.
+    """
+
+    def on(self, grid: Grid, *layers: Any) -> Grid:
+        grid = self.prepared(grid, *layers)
+        origin = self.choose(grid.tokens, *layers, low_precision=grid.canonical, origin=grid.origin, known=grid.moments,
+                             prepared=grid.shared)  # fmt: skip
+        return grid._replace(origin=origin)
+
+    def prepared(self, grid: Grid, *layers: Any) -> Grid:
+        """The grid with what kernels make for this anchor and the layer behind it, which read the same tokens."""
+        return grid._replace(tokens=materialize(grid.tokens))
+
+    def offset(self, x: Tensor, *layers: Any, low_precision: bool = False) -> Tensor:
+        """(B, 2) offsets of the best phase of tokens x (B, H, W, C)."""
+        return self.choose(x, *layers, low_precision=low_precision)
+
+    @torch.no_grad()
+    def choose(self, x: Tensor, *layers: Any, low_precision: bool = False, origin: Tensor | None = None,
+               known: Tensor | None = None, prepared: Any = None) -> Tensor:  # fmt: skip
+        """``offset`` of tokens that are read from ``origin`` (B, 2) on, if not from (0, 0), in their own places.
+        ``known`` are their moments (B, 3, H, W), ``prepared`` what is made of the layer already, where kernels do."""
+        if self.scores_layer:
+            with nullcontext() if low_precision else torch.autocast(x.device.type, enabled=False):
+                x = x if low_precision or x.dtype == torch.float64 else x.float()
+                energy = self.energy(*layers) if low_precision else None
+                return best_phase(x, lambda t: self.scores(t, *layers), energy, origin, prepared)
+        square, toward = (moments(x, self.direction) if known is None or not low_precision else known.unbind(1))[1:]
+        if not low_precision:
+            square, toward = to_float64(square), to_float64(toward)
+        gain = self.score.tie_break * (2.0 / x.shape[3]) ** 0.5
+        return best_partition(square, toward, self.window_weights, self.window(*layers), self.score.power, gain, origin,
+                              prepared)  # fmt: skip
+
+    @property
+    def scores_layer(self) -> bool:
+        return self.score.needs_layer and type(self).scores is not Anchor.scores
+
+    @property
+    def reads(self) -> Tensor | None:
+        return None if self.scores_layer else self.direction
+
+    def window(self, *layers: Any) -> tuple[int, int]:
+        """How many phases there are, along each axis."""
+        raise NotImplementedError
+
+    def scores(self, x: Tensor, *layers: Any) -> Tensor:
+        """(B, s_h, s_w), of the layer's output at each phase."""
+        raise NotImplementedError

@@ -1,0 +1,54 @@
+"""What the scores of a layer are made of: its output at every position, its energy per phase."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.choice import phase_scores, to_float64
+from ..ops.roll import circular_pad
+from ..ops.strided import Strided
+from .scores import find_score
+
+__all__ = ["Projection", "at_every_position", "phase_energies", "token_energy"]
+
+
+class Projection(NamedTuple):
+    """A strided convolution of normalised tokens: weights (D, C / groups, k, k), bias (D,) or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+    conv: Strided
+
+
+def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None) -> Tensor:
+    """A strided convolution's output at stride 1 on the torus, (B, C, H, W) -> (B, D, H, W), in float32 at least.
+
+    Padding (p, k - 1 - p) puts what the convolution gives for token j of phase m at position stride j + m. The weights
+    (D, C / groups, k, k) may be others than the convolution's own.
+    """
+    (kh, kw), (ph, pw) = conv.kernel, conv.padding
+    x = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))
+    bias = None if bias is None else bias.to(x.dtype)
+    t = F.conv2d(x, weight.to(x.dtype), bias, groups=x.shape[1] // weight.shape[1])
+    return t if t.dtype == torch.float64 else t.float()
+
+
+def token_energy(t: Tensor, score: str, dim: int = 1) -> Tensor:
+    """|t|^2 over channels at ``dim`` or, where a score breaks ties, |t|^2 + 0.01 rms <r, t> with a fixed unit vector r,
+    since energy cannot tell t from -t: (B, D, H, W) -> (B, H, W)."""
+    energy = t.square().sum(dim)
+    if not find_score(score).tie_break:
+        return energy
+    t = t.movedim(dim, -1)
+    channel = torch.arange(t.shape[-1], device=t.device, dtype=t.dtype)
+    r = torch.sin(1.0 + 12.9898 * channel) * (2.0 / t.shape[-1]) ** 0.5  # no model is likely to be aligned with it
+    energy, toward = to_float64(energy), to_float64((t * r).sum(-1))
+    return energy + 0.01 * energy.mean((-2, -1), keepdim=True).sqrt() * toward
+
+
+def phase_energies(t: Tensor, stride: Sequence[int], score: str) -> Tensor:
+    """Energy of what a layer makes at every position, summed over the grid of each phase: -> (B, s_h, s_w)."""
+    return phase_scores(token_energy(t, score), (stride[0], stride[1]))

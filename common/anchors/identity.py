@@ -1,0 +1,31 @@
+"""No anchor: a model without it is the default model, and one without one of several is the paper's ablation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..grid import Grid
+
+__all__ = ["NoAnchor"]
+
+
+class NoAnchor(nn.Module):
+    """Leaves every grid as it is. What models ask of an anchor is here; ``Anchor`` has better answers."""
+
+    def on(self, grid: Grid, *layers: Any) -> Grid:
+        """The grid, beginning where the layers behind are best taken."""
+        return grid
+
+    def plan(self, grid: Grid, layers: Sequence[Any]) -> Grid:
+        """Say which layers this anchor will serve in one forward, so that kernels may prepare the weights of all."""
+        return grid
+
+    def energy(self, *layers: Any) -> Any:
+        """What is scored of a layer, as kernels read it (``ops.energy.Energy``); None if they do not."""
+        return None
+
+    @property
+    def reads(self) -> Tensor | None:
+        """The direction in which this anchor needs moments of its tokens; None if it does not."""
+        return None

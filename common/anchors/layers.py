@@ -1,0 +1,80 @@
+"""What a ``ProjectionAnchor`` looks at: the strided projections of CvT and MViTv2, before their norms."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.projection_energy import DepthwiseEnergy, PooledEnergy, Pooling, Poolings, normed
+from ..ops.residual import norm_ahead
+from ..ops.strided import Strided
+from ..ops.weights import gathered
+from .base import Anchor
+from .energy import Projection
+
+__all__ = ["KeysAndValues", "PooledProjections"]
+
+
+class KeysAndValues(NamedTuple):
+    """Two depthwise convolutions of the normalised tokens, which share one offset."""
+
+    norm: nn.LayerNorm
+    key: nn.Conv2d
+    value: nn.Conv2d
+
+    @property
+    def modulus(self) -> tuple[int, int]:
+        return Strided.of(self.key).stride
+
+    def projections(self, anchor: Anchor) -> list[Projection]:
+        weights = torch.stack([gathered(self.key.weight), gathered(self.value.weight)], 1)  # C, 2, 1, k, k
+        if anchor.sketch:
+            parts = anchor.directions[:, : 2 * len(weights)].to(weights).unflatten(1, (2, -1))
+            weights = torch.einsum("rnc,cnij->rcij", parts, weights[:, :, 0])
+        else:
+            weights = weights.flatten(0, 1)  # grouped: the outputs of a channel are neighbours
+        return [Projection(weights, None, Strided.of(self.key))]
+
+    def energy(self, anchor: Anchor) -> DepthwiseEnergy:
+        return DepthwiseEnergy(self.norm, self.key, self.value, anchor)
+
+    def normed(self, x: Tensor) -> Tensor | None:
+        ahead = norm_ahead(x, self.norm)
+        return normed(x, self.norm) if ahead is None else ahead
+
+    def planned(self, layers: Sequence["KeysAndValues"], anchor: Anchor) -> None:
+        """Weights of keys and values are few: nothing is prepared of several."""
+
+
+class PooledProjections(NamedTuple):
+    """Outputs of a projection of the normalised tokens, pooled. Both are one convolution with kernel P[o, i, j]
+    W[o, c]; there is one for each stride."""
+
+    norm: nn.LayerNorm
+    modulus: tuple[int, int]
+    poolings: Sequence[Pooling]
+
+    def projections(self, anchor: Anchor) -> list[Projection]:
+        made = []
+        for qkv, outputs, pools, heads in self.poolings:
+            taps = torch.cat([gathered(pool.weight)[:, 0].repeat(heads, 1, 1) for pool in pools])  # D, k, k
+            weight = taps[:, None] * gathered(qkv.weight)[outputs][..., None, None]  # D, C, k, k
+            bias = taps.sum((1, 2)) * gathered(qkv.bias)[outputs]
+            made.append(Projection(anchor.combined(weight), anchor.combined(bias), Strided.of(pools[0])))
+        return made
+
+    def pooling(self) -> Pooling | None:
+        """The only one, if kernels are to score it."""
+        one = len(self.poolings) == 1 and self.poolings[0].pools[0].stride == self.modulus
+        return self.poolings[0] if one else None
+
+    def energy(self, anchor: Anchor) -> PooledEnergy | None:
+        pooling = self.pooling()
+        return None if pooling is None else PooledEnergy(self.norm, pooling, anchor)
+
+    def normed(self, x: Tensor) -> Tensor | None:
+        return normed(x, self.norm)
+
+    def planned(self, layers: Sequence["PooledProjections"], anchor: Anchor) -> Poolings:
+        return Poolings([layer.pooling() for layer in layers], anchor)

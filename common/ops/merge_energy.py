@@ -1,0 +1,142 @@
+"""Patch mergings as kernels score them: what is made of their weights serves the score and the product."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import kernels
+from .dispatch import product_dtype
+from .energy import Scoring, best_of_tokens, combination, plain_taps
+from .strided import Strided
+from .weights import gathered, is_plain, product
+
+__all__ = ["MergeEnergy", "MergeWeights", "Merging", "Mergings", "merging_dtype"]
+
+PATCH = Strided((2, 2), (2, 2), (0, 0))
+
+
+class Merging(NamedTuple):
+    """The modules of a patch merging."""
+
+    reduction: nn.Linear
+    norm: nn.LayerNorm | None
+
+
+class MergeWeights(NamedTuple):
+    """What is scored: taps, their sums over columns and what a norm's bias adds, (parts, r) each, parts for a kernel
+    that adds these up. And what ``merged_product`` multiplies by, ``scaled`` (D, 4C) and ``folded`` (2, D), if that is
+    how the merging is taken."""
+
+    taps: Tensor | None
+    sums: Tensor | None
+    constant: Tensor | None
+    once: bool
+    scaled: Tensor | None = None
+    folded: Tensor | None = None
+
+
+def merging_dtype(x: Tensor, norm: nn.LayerNorm | None, reduction: nn.Linear) -> torch.dtype | None:
+    """The type that ``merged_product`` multiplies tokens in, if it does: in inference, in half precision, with few
+    outputs, with modules that are nothing else."""
+    dtype = product_dtype(x)
+    plain = is_plain(reduction) and reduction.bias is None
+    if norm is not None:  # a mean must not be rounded
+        plain = plain and is_plain(norm) and norm.elementwise_affine and x.dtype == dtype
+    return dtype if plain and kernels.fits_merged_product(x, reduction.weight, dtype) else None
+
+
+def prepare(x: Tensor, mergings: Sequence[Merging], scoring: Scoring | None) -> "kernels.Mergings | None":
+    """What ``kernels.merging_weights`` takes of mergings of tokens like x; None where torch does all."""
+    weights = [gathered(merging.reduction.weight) for merging in mergings]
+    dtypes = [merging_dtype(x, merging.norm, merging.reduction) for merging in mergings]
+    mixing = None if scoring is None else combination(scoring, max(map(len, weights)), weights[0])
+    if scoring is None or min(map(len, weights)) <= scoring.sketch or not kernels.fits_sketch(mixing, *weights):
+        mixing = None
+    scale = next((dtype for dtype in dtypes if dtype is not None), None)
+    if mixing is None and scale is None:
+        return None
+    once = [mixing is not None and kernels.fits_token_scores(x, len(mixing), 2, 0, weight.shape[1] // 4)
+            for weight in weights]  # fmt: skip
+    norms = [merging.norm for merging in mergings]
+    gains = [gathered(norm.weight) for norm in norms if norm is not None]
+    biases = [gathered(norm.bias) for norm in norms if norm is not None and norm.bias is not None]
+    return kernels.Mergings(weights, mixing, gains, biases, x.dtype, scale, [d is not None for d in dtypes], once)
+
+
+class Mergings:
+    """The mergings to come in one forward, of tokens like x: what kernels need of the weights of all is made in one
+    launch, when it is first asked for; in a compiled graph in that which chooses the windows of the first stage."""
+
+    def __init__(self, x: Tensor, mergings: Sequence[Merging], scoring: Scoring | None) -> None:
+        self.mergings = mergings
+        self.given = prepare(x, mergings, scoring) if mergings and kernels.usable(x) else None
+        self.made: list[MergeWeights] | None = None
+
+    def with_windows(self, square: Tensor, toward: Tensor, weights: Tensor, window: tuple[int, int],
+                     gain: float) -> Tensor | None:  # fmt: skip
+        """Where windows begin, as of ``kernels.best_window``, if both are done in one launch."""
+        given = self.given if self.made is None and torch.compiler.is_compiling() else None
+        if given is None or not kernels.fits_beside(square, window, given):
+            return None
+        offset, made = kernels.best_window_beside(square, toward, weights, list(window), gain, given)
+        self.made = [_weights(given, i, one) for i, one in enumerate(made)]
+        return offset
+
+    def take(self) -> MergeWeights | None:
+        """Those of the next merging, if kernels make them."""
+        if self.made is None and self.given is not None:
+            self.made = [_weights(self.given, i, one) for i, one in enumerate(kernels.merging_weights(self.given))]
+        return self.made.pop(0) if self.made else None
+
+
+def _weights(given: "kernels.Mergings", i: int, made: tuple[Tensor, ...]) -> MergeWeights:
+    taps, parts, *others = made
+    others = others if given.scaled[i] else []
+    if given.mixing is None:
+        return MergeWeights(None, None, None, False, *others)
+    taps = taps if given.once[i] else taps[: 4 * len(given.mixing)].unflatten(0, (4, -1))
+    if not given.gains:
+        return MergeWeights(taps, None, None, given.once[i], *others)
+    sums, constant = parts.unbind(1) if given.once[i] else parts.sum(0).unbind()
+    return MergeWeights(taps, sums, constant, given.once[i], *others)
+
+
+class MergeEnergy:
+    """Of a patch merging, a 2 x 2 convolution of stride 2 of patches that a norm makes."""
+
+    def __init__(self, reduction: nn.Linear, norm: nn.LayerNorm | None, scoring: Scoring) -> None:
+        self.merging, self.scoring = Merging(reduction, norm), scoring
+        self.outputs = min(scoring.sketch or len(reduction.weight), len(reduction.weight))
+
+    def fits(self, x: Tensor, origin: Tensor | None) -> bool:
+        shape = self.outputs, x.shape[3], 2, 2
+        return origin is None and kernels.fits_token_kernel(x.permute(0, 3, 1, 2), shape, (2, 2))
+
+    def best(self, x: Tensor, origin: Tensor | None, prepared: MergeWeights | None) -> Tensor:
+        norm, scoring = self.merging.norm, self.scoring
+        made = prepared or Mergings(x, [self.merging], scoring).take()
+        if norm is None and made is not None and made.taps is not None:  # autocast leaves norms in float32
+            x = x.to(made.taps.dtype)
+        one_pass = kernels.fits_token_scores(x, self.outputs, 2, 0)
+        if made is None or made.taps is None or made.once != one_pass or made.taps.dtype != x.dtype:
+            kernel, sums, constant = self.combined()
+            taps = lambda once: plain_taps(kernel, constant, x.dtype, once)  # noqa: E731
+        else:
+            sums, constant = made.sums, scoring.zeros[: self.outputs] if made.constant is None else made.constant
+            taps = lambda once: (made.taps.flatten(0, -2), constant)  # type: ignore[union-attr]  # noqa: E731
+        colsum = None if norm is None else (lambda: sums.float())  # type: ignore[union-attr]
+        return best_of_tokens(x, scoring, self.outputs, PATCH, taps, colsum, 0.0 if norm is None else norm.eps)
+
+    def combined(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weights (r, C, 2, 2) of what is scored; with a norm their sums and what its bias adds, (r,) each."""
+        reduction, norm = self.merging
+        weight = gathered(reduction.weight)
+        mixing = combination(self.scoring, len(weight), weight)
+        projection = weight if mixing is None else product(mixing, weight)  # r, 4C
+        weight = projection if norm is None else projection * gathered(norm.weight)
+        kernel = weight.view(len(weight), 2, 2, -1).permute(0, 3, 2, 1)  # r, C, row, column
+        if norm is None:
+            return kernel, None, None
+        return kernel, weight.sum(1), (projection * gathered(norm.bias)).sum(1)
