@@ -6,7 +6,7 @@ of warm-up, learning rate 2.5e-4 x batch / 256), drop path 0.1 for tiny.
 
 from dataclasses import replace
 
-from common.training.recipe import Recipe
+from common.training.recipe import PAPER, Recipe
 
 DIGITS = Recipe(model="a_mvitv2_micro", data="digits", epochs=40, batch_size=64, lr=2e-3, lr_batch=64, warmup_epochs=5,
                 warmup_lr=1e-5, min_lr=1e-5, label_smoothing=0.1, mean=(0.0, 0.0, 0.0), std=(0.35, 0.35, 0.35),
@@ -19,6 +19,7 @@ DIGITS = Recipe(model="a_mvitv2_micro", data="digits", epochs=40, batch_size=64,
 CIFAR10 = Recipe(model="a_mvitv2_tiny", data="uoft-cs/cifar10", epochs=100, batch_size=96, lr=2.5e-4, lr_batch=256,
                  warmup_epochs=70 / 3, warmup_lr=1e-8, min_lr=1e-6, clip_grad=1.0, label_smoothing=0.1, drop_path=0.1,
                  resize=256, flip=True,
+                 model_args=PAPER,
                  target={"top1": 96.41, "c_cons": 100.0, "s_cons": 98.36})  # fmt: skip
 """CIFAR-10, circular and standard shifts (tab. class_cifar): 96.41 % top-1, 100.00 % C-Cons; 96.61 %, 98.36 % S-Cons.
 
@@ -45,6 +46,7 @@ CIFAR100_DEFAULT = replace(CIFAR10_DEFAULT, data="uoft-cs/cifar100",
 IMAGENET = Recipe(model="a_mvitv2_tiny", data="ILSVRC/imagenet-1k", epochs=300, batch_size=256, lr=2.5e-4, lr_batch=256,
                   warmup_epochs=70, warmup_lr=1e-8, min_lr=1e-6, clip_grad=1.0, drop_path=0.1, label_smoothing=0.1,
                   resize=256, flip=True, metrics=("top1", "c_cons"),
+                  model_args=PAPER,
                   target={"top1": 77.46, "c_cons": 100.0})  # fmt: skip
 """ImageNet, circular shifts (tab. class_imagenet): 77.46 % top-1, 100.00 % C-Cons.
 
@@ -70,7 +72,7 @@ the original's mixup of 0.8, cutmix of 1.0. S-Cons shifts the 256 x 256 image un
 """
 
 IMAGENET_STANDARD_DEFAULT = replace(IMAGENET_STANDARD, model="mvitv2_tiny",
-                                    target={"top1": 82.21, "s_cons": 93.88})  # fmt: skip
+                                    model_args={}, target={"top1": 82.21, "s_cons": 93.88})  # fmt: skip
 """ImageNet, standard shifts, default model with zeros at the border, as it was made: 82.21 % top-1, 93.88 % S-Cons."""
 
 RECIPES = {

@@ -7,26 +7,21 @@ segmenters, given as directories, logits are rolled back and all pixels must agr
 """
 
 import argparse
-import contextlib
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm.auto import tqdm
 
 from common import create_model, from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import load_data
+from common.evaluation.exactness import PRECISIONS, count_identical
 from common.evaluation.tables import format_table, write_json
 from common.models.hub import HubModel, resolve_file
 from common.models.registry import MODEL_ARGUMENTS, parse_arguments
-from common.shifts import random_shifts, roll
 from segmentation import UperNet
 from segmentation.data import load_scenes
 from segmentation.preprocess import ScenePreprocess
-
-PRECISIONS = {"float32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> None:
@@ -56,7 +51,7 @@ def main() -> None:
             kind = ScenePreprocess if isinstance(model, UperNet) else Preprocess
             preprocess = kind.load(resolve_file(name, PREPROCESSOR_NAME))
         for precision in args.precisions:
-            same_bits, same_label = count(model, split.images, preprocess, precision, args.batch_size)
+            same_bits, same_label = count_identical(model, split.images, preprocess, precision, args.batch_size)
             rows.append({"model": name, **arguments, "precision": precision, "device": device_name(args.device),
                          "images": len(split), "bit-identical": same_bits, "same label": same_label})  # fmt: skip
             if args.json:
@@ -82,29 +77,6 @@ def load(name: str, **arguments: Any) -> HubModel:
     else:
         model = from_pretrained(name, **arguments)
     return model.eval()
-
-
-@torch.no_grad()
-def count(model: HubModel, images: Tensor, preprocess: Any, precision: str, batch_size: int) -> tuple[int, int]:
-    """Images whose logits are bit-identical, and whose label (of every pixel) is the same, at all three places."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    dtype = PRECISIONS[precision]
-    autocast: Any = torch.autocast(images.device.type, dtype) if dtype else contextlib.nullcontext()
-    same_bits = same_label = 0
-    for start in tqdm(range(0, len(images), batch_size), desc=f"{model.model_type} {precision}", leave=False):
-        index = torch.arange(start, min(start + batch_size, len(images)), device=images.device)
-        x = preprocess.evaluate(images[index])
-        with autocast:
-            first = model(x)
-            bits = labels = torch.ones(len(x), dtype=torch.bool, device=x.device)
-            for seed in (1, 2):
-                offset = random_shifts(index, (0, 0), (x.shape[2] - 1, x.shape[3] - 1), seed)
-                moved = model(roll(x, offset))
-                moved = roll(moved, -offset) if first.ndim == 4 else moved
-                bits = bits & (moved == first).flatten(1).all(1)
-                labels = labels & (moved.argmax(1) == first.argmax(1)).view(len(x), -1).all(1)
-        same_bits, same_label = same_bits + int(bits.sum()), same_label + int(labels.sum())
-    return same_bits, same_label
 
 
 def device_name(device: str) -> str:

@@ -16,7 +16,6 @@ import statistics
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tqdm.auto import tqdm
 from common.anchors import observed_scores
 from common.data.sources import load_data
 from common.data.splits import Split
+from common.evaluation.battery import canonical_off
 from common.evaluation.tables import format_table, write_json
 from common.training.engine import train
 from common.training.recipe import Recipe, RunOptions
@@ -108,15 +108,6 @@ def splits(data: str) -> tuple[Split, Split]:
     train, test = load_data(data)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return train.to(torch.device(device)), test.to(torch.device(device))
-
-
-@contextlib.contextmanager
-def canonical_off(model: Any) -> Iterator[None]:
-    model.canonical = False
-    try:
-        yield
-    finally:
-        model.canonical = True
 
 
 def gaps(tables: list[Tensor], precision: str) -> dict[str, float]:

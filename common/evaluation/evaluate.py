@@ -20,12 +20,17 @@ from ..data.splits import Arrays, Split
 from ..models.hub import resolve_file
 from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
 from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
+from .perturb import PERTURBATIONS, ShiftAverage
 from .tables import format_table, write_json
 
 __all__ = ["METRICS", "evaluate", "main"]
 
-METRICS = "top1, c_cons, s_cons; c_cons@K, s_cons@K for shifts up to K px; c_cons_worst@K for all shifts below K px"
-METRIC = re.compile(r"(top1|c_cons|s_cons|c_cons_worst)(?:@(\d+))?")
+METRICS = (
+    "top1, c_cons, s_cons; c_cons@K, s_cons@K for shifts up to K px; c_cons_worst@K for all shifts below K px; each "
+    "also of images changed first: top1:erased@N (a patch of up to N px), c_cons:flipped, top1:half (half a pixel on); "
+    "kept:half for images that get the same label as unchanged"
+)
+METRIC = re.compile(r"(top1|c_cons|s_cons|c_cons_worst|kept)(?:@(\d+))?(?::(erased|flipped|half)(?:@(\d+))?)?")
 
 
 def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Preprocess, metrics: Sequence[str], *,
@@ -50,16 +55,19 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Prepro
         check_finite(images, "evaluate")
         outcomes = [labels >= 0]
         with torch.no_grad(), accelerator.autocast():
-            for kind, reach in parsed.values():
+            for kind, reach, change, amount in parsed.values():
+                x, size = (canvas, preprocess.size) if crop and kind == "s_cons" else (images, None)
+                x = PERTURBATIONS[change](x, index, amount, seed) if change else x
                 if kind == "top1":
-                    outcomes.append(predict(model, images) == labels)
+                    outcomes.append(predict(model, x) == labels)
+                elif kind == "kept":
+                    outcomes.append(predict(model, x) == predict(model, images))
                 elif kind == "c_cons":
-                    outcomes.append(circular_agreement(model, images, index, max_shift=reach, seed=seed))
+                    outcomes.append(circular_agreement(model, x, index, max_shift=reach, seed=seed))
                 elif kind == "c_cons_worst":
-                    outcomes.append(worst_agreement(model, images, reach or 8))
+                    outcomes.append(worst_agreement(model, x, reach or 8))
                 else:
-                    source, size = (canvas, preprocess.size) if crop else (images, None)
-                    outcomes.append(standard_agreement(model, source, index, max_shift=reach, seed=seed, crop=size))
+                    outcomes.append(standard_agreement(model, x, index, max_shift=reach, seed=seed, crop=size))
         gathered = accelerator.gather_for_metrics(torch.stack(outcomes, 1))  # images, 1 + metrics
         gathered = gathered[gathered[:, 0]]
         counted += len(gathered)
@@ -73,11 +81,11 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Prepro
     return {**result, "images": total, **broken, "seed": seed}
 
 
-def _parse(name: str) -> tuple[str, int | None]:
+def _parse(name: str) -> tuple[str, int | None, str | None, int]:
     match = METRIC.fullmatch(name)
     if not match:
         raise ValueError(f"unknown metric {name!r}: choose among {METRICS}")
-    return match[1], int(match[2]) if match[2] else None
+    return match[1], int(match[2]) if match[2] else None, match[3], int(match[4] or 0)
 
 
 def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -96,6 +104,8 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser.add_argument("--dataloader_num_workers", type=int, default=min(8, os.cpu_count() or 1),
                         help="processes that decode large images")  # fmt: skip
     parser.add_argument("--skip_broken", action="store_true", help="leave unreadable images out, and count them")
+    parser.add_argument("--average_shifts", type=int, default=1, metavar="N",
+                        help="average probabilities over N x N circular shifts, N^2 times the cost")  # fmt: skip
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
     parser.add_argument("--json", help="file to write the results to")
@@ -106,10 +116,12 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     model, preprocess = load_for_evaluation(
         args.model, len(split.classes), args.resize, **parse_arguments(args.model_args)
     )
+    model = ShiftAverage(model, args.average_shifts) if args.average_shifts > 1 else model
     model.eval().to(accelerator.device)
     measured = evaluate(model, split, preprocess, args.metrics, accelerator=accelerator, batch_size=args.batch_size,
                         seed=args.seed, crop=args.crop, workers=args.dataloader_num_workers)  # fmt: skip
     facts = {key: getattr(model, key) for key in ("adaptive", "canonical") if hasattr(model, key)}
+    facts |= {"average_shifts": args.average_shifts**2} if args.average_shifts > 1 else {}
     results = {"model": args.model, **facts, "data": args.data, **measured, "precision": accelerator.mixed_precision,
                "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
     if accelerator.is_main_process:

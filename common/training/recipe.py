@@ -13,7 +13,10 @@ from typing import Any, Literal, TypeVar
 from ..data.preprocess import IMAGENET_MEAN, IMAGENET_STD
 from ..models.registry import MODEL_ARGUMENTS, parse_arguments
 
-__all__ = ["BaseRecipe", "Recipe", "RunOptions", "parse_command_line"]
+__all__ = ["PAPER", "BaseRecipe", "Recipe", "RunOptions", "parse_command_line"]
+
+PAPER: Mapping[str, Any] = {"score": "energy", "sketch": 0}
+"""What the paper's anchors look at: the energy of all outputs of the layer behind. Ours: docs/scores.md."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,104 @@
+"""All that the tables need of one trained model, in one go: measured where it was trained, written as one JSON.
+
+What the paper defines: top-1, C-Cons, S-Cons, C-Cons by the magnitude of shifts (tab. supp_sensitivity), erased patches
+(tab. supp_ood_patches), vertical flips (tab. supp_ood_flips), token errors (fig. rep_stability). What is our choice:
+standard shifts reach an eighth of the side, as the paper does not say how far; erased pixels are zero after
+normalisation; the worst case over shifts below 8 px; half-pixel shifts; bits in four precisions. Consistency of an
+adaptive model is measured with the canonical anchor on and off: on, any network would be consistent.
+"""
+
+import platform
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from ..data.preprocess import Preprocess
+from ..data.splits import Split
+from ..models.classifier import Classifier
+from .evaluate import evaluate
+from .exactness import PRECISIONS, count_identical
+from .tokens import plot_token_errors, token_errors
+
+__all__ = ["FULL", "battery", "canonical_off", "circumstances"]
+
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
+ERASED = (0.125, 0.1875, 0.25, 0.3125)  # of the side: 28, 42, 56 and 70 of 224 px
+SHORT = ("top1", "c_cons", "s_cons")
+FULL = ("plain", "magnitudes", "worst", "erased", "flipped", "half", "bits", "tokens")
+
+
+def metrics_of(part: str, side: int) -> list[str]:
+    """The metrics of a part of the battery, for images of so many pixels a side."""
+    if part == "magnitudes":
+        return [f"c_cons@{min(round(share * side), side - 1)}" for share in QUARTERS]
+    if part == "erased":
+        return [f"{kind}:erased@{round(share * side)}" for share in ERASED for kind in ("top1", "c_cons")]
+    return {"plain": list(SHORT), "worst": ["c_cons_worst@8"], "flipped": ["top1:flipped", "c_cons:flipped"],
+            "half": ["top1:half", "kept:half"]}.get(part, [])  # fmt: skip
+
+
+def battery(model: Classifier, split: Split, preprocess: Preprocess, *, parts: tuple[str, ...] = FULL,
+            accelerator: Accelerator | None = None, batch_size: int = 250, exact_images: int = 1000, seed: int = 0,
+            crop: bool = False, compiled: Any = None, figure: Path | None = None) -> dict[str, Any]:  # fmt: skip
+    """Measure ``parts`` on ``split``. ``compiled`` is the model as ``torch.compile`` has it, for the long passes."""
+    accelerator = accelerator or Accelerator()
+    run, begun, side = compiled or model, time.time(), min(model.img_size)
+    metrics = [metric for part in parts for metric in metrics_of(part, side)]
+    common: Any = {"accelerator": accelerator, "batch_size": batch_size, "seed": seed, "crop": crop}
+    results: dict[str, Any] = {"config": dict(model.config), "precision": accelerator.mixed_precision}
+    results |= evaluate(run, split, preprocess, metrics, **common) if metrics else {}
+    switchable = model.adaptive and model.canonical
+    if switchable and metrics:
+        kept = [metric for metric in metrics if metric.startswith("c_cons") or metric in SHORT]
+        with canonical_off(model):
+            off = evaluate(model, split, preprocess, kept, **common)
+        results["canonical_off"] = {metric: off[metric] for metric in kept}
+    images: Tensor = split.head(exact_images).images.to(accelerator.device)  # type: ignore[attr-defined]
+    if "bits" in parts:
+        known = [name for name in PRECISIONS if images.is_cuda or name not in ("tf32", "fp16")]
+        results["bits"] = [bits(model, images, preprocess, precision, batch_size) for precision in known]
+        if switchable:
+            with canonical_off(model):
+                results["bits"] += [bits(model, images, preprocess, precision, batch_size) for precision in known]
+    if "tokens" in parts:
+        with canonical_off(model):
+            rows = token_errors(model, preprocess.evaluate(images[:8]))
+        results["token_errors"] = [{key: row[key] for key in ("stage", "mean", "largest")} for row in rows]
+        if figure is not None:
+            plot_token_errors({model.model_type: rows}, figure)
+    return {**results, **circumstances(accelerator), "evaluation_seconds": round(time.time() - begun, 1)}
+
+
+def bits(model: Classifier, images: Tensor, preprocess: Preprocess, precision: str, batch_size: int) -> dict[str, Any]:
+    same, labels = count_identical(model, images, preprocess, precision, batch_size)
+    return {"precision": precision, "canonical": model.canonical and model.adaptive, "images": len(images),
+            "bit-identical": same, "same label": labels}  # fmt: skip
+
+
+@contextmanager
+def canonical_off(model: Classifier) -> Iterator[None]:
+    """Without the canonical anchor, for as long as this lasts."""
+    before, model.canonical = model.canonical, False
+    try:
+        yield
+    finally:
+        model.canonical = before
+
+
+def circumstances(accelerator: Accelerator) -> dict[str, Any]:
+    """What a number depends on besides the model: code, libraries, hardware."""
+    import timm
+
+    root = Path(__file__).resolve().parents[2]
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    cuda = accelerator.device.type == "cuda"
+    return {"commit": git.stdout.strip() or None, "torch": torch.__version__, "timm": timm.__version__,
+            "python": platform.python_version(), "processes": accelerator.num_processes,
+            "device": torch.cuda.get_device_name(accelerator.device) if cuda else platform.machine()}  # fmt: skip

@@ -1,0 +1,61 @@
+"""Measure a trained classifier once and for all: every number that the tables and figures need, as one JSON.
+
+python scripts/battery.py --model outputs/cifar10 --data uoft-cs/cifar10 --mixed_precision bf16 --json results/NAME.json
+
+``results.json`` beside the model, which its training wrote, is taken along: recipe, settings, seed, seconds.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from common.data.sources import load_data
+from common.evaluation.battery import FULL, battery
+from common.evaluation.evaluate import load_for_evaluation
+from common.evaluation.tables import format_table, write_json
+from common.models.classifier import Classifier
+from common.models.registry import MODEL_ARGUMENTS, parse_arguments
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="directory of a trained model, or a Hub id")
+    parser.add_argument("--data", required=True, help="'digits', a folder, or a Hub id; its evaluation split is used")
+    parser.add_argument("--parts", nargs="+", choices=FULL, default=list(FULL))
+    parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
+    parser.add_argument("--batch_size", type=int, default=250)
+    parser.add_argument("--limit", type=int, help="use only the first images")
+    parser.add_argument("--exact_images", type=int, default=1000, help="images whose bits are compared")
+    parser.add_argument("--crop", action="store_true", help="standard shifts under a centre crop, not with zeros")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model_args", **MODEL_ARGUMENTS)
+    parser.add_argument("--json", type=Path, help="file to write; a figure of token errors goes beside it")
+    args = parser.parse_args()
+    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    split = load_data(args.data)[1].head(args.limit)
+    arguments = parse_arguments(args.model_args)
+    model, preprocess = load_for_evaluation(args.model, len(split.classes), **arguments)
+    if not isinstance(model, Classifier):
+        raise SystemExit(f"{args.model} is none of our classifiers: the battery looks inside")
+    model.eval().to(accelerator.device)
+    results = battery(model, split, preprocess, parts=tuple(args.parts), accelerator=accelerator, seed=args.seed,
+                      batch_size=args.batch_size, exact_images=args.exact_images, crop=args.crop,
+                      compiled=torch.compile(model) if args.compile else None,
+                      figure=args.json.with_suffix(".png") if args.json else None)  # fmt: skip
+    trained = Path(args.model) / "results.json"
+    known = json.loads(trained.read_text()) if trained.exists() else {"model": args.model}
+    results = {**known, **results}
+    print(format_table([{key: value for key, value in results.items() if isinstance(value, float)}]))
+    for key in ("bits", "token_errors"):
+        if key in results:
+            print(format_table(results[key]))
+    if args.json:
+        write_json(args.json, results)
+
+
+if __name__ == "__main__":
+    main()

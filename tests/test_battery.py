@@ -1,0 +1,114 @@
+"""One evaluation for all tables: if a part of it measured something else, a table would be wrong without a sign."""
+
+import json
+import runpy
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, randomize
+from torch import nn
+
+from common import create_model
+from common.data.preprocess import Preprocess
+from common.data.sources import load_data
+from common.evaluation.battery import FULL, battery, metrics_of
+from common.evaluation.evaluate import evaluate
+from common.evaluation.perturb import ShiftAverage, erased, half_pixel
+from common.evaluation.tokens import token_errors
+
+
+def test_a_patch_of_each_image_is_erased_and_no_more() -> None:
+    x, index = torch.ones(400, 1, 20, 30), torch.arange(400)
+    y = erased(x, index, 7, seed=3)
+    counts = (y == 0).sum((1, 2, 3))
+    assert set(counts.tolist()) == {side**2 for side in range(8)}
+    rows, columns = (y == 0).any(3).sum(2).flatten(), (y == 0).any(2).sum(2).flatten()
+    assert torch.equal(rows * columns, counts)  # squares
+    assert torch.equal(y[17:40], erased(x[17:40], index[17:40], 7, seed=3))  # whatever the batch
+    assert not torch.equal(y, erased(x, index, 7, seed=4))
+    assert (y == 0).any(0).any(1).all()  # anywhere: in the first and the last row
+    assert (y == 0).any(0).any(2).all()
+
+
+def test_two_half_pixels_are_one() -> None:
+    x = torch.randn(2, 3, 15, 21)  # odd sides: no frequency is lost
+    assert torch.allclose(half_pixel(half_pixel(x, x, 0, 0), x, 0, 0), x.roll((1, 1), (2, 3)), atol=1e-5)
+    assert not torch.allclose(half_pixel(x, x, 0, 0), x, atol=0.1)
+
+
+def test_metrics_of_changed_images() -> None:
+    """What stands behind the colon happens to the images first, for every kind of metric."""
+    split, preprocess = load_data("digits")[1].head(40), Preprocess(size=(32, 32))
+
+    def bottom(x: torch.Tensor) -> torch.Tensor:  # the label is the half that is brighter
+        halves = x.mean((1, 3))
+        return torch.stack([halves[:, :16].sum(1), halves[:, 16:].sum(1)], 1)
+
+    found = evaluate(bottom, split, preprocess, ["kept:flipped", "kept:half", "c_cons:flipped"], progress=False)
+    assert found["kept:flipped"] == 0
+    assert found["kept:half"] > 80
+    with pytest.raises(ValueError, match="unknown metric 'top1:sideways'"):
+        evaluate(bottom, split, preprocess, ["top1:sideways"], progress=False)
+
+
+def test_averages_over_shifts() -> None:
+    """Invariant to the shifts of its own lattice, as a sum over them must be, and not to others."""
+
+    class Corner(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, :, 0, 0]
+
+    x = torch.randn(3, 4, 8, 8)
+    average = ShiftAverage(Corner(), 2)
+    seen = sum(x[:, :, -i, -j].softmax(-1) for i in (0, 5) for j in (0, 5)) / 4
+    assert torch.allclose(average(x).exp(), seen, atol=1e-6)
+
+
+def test_tokens_of_an_adaptive_model_stay_and_others_do_not() -> None:
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    errors = {
+        name: [row["mean"] for row in token_errors(randomize(create_model(name, canonical=False)).double().eval(), x)]
+        for name in ("a_cvt_micro", "cvt_micro")
+    }
+    assert max(errors["a_cvt_micro"]) < 1e-12
+    assert min(errors["cvt_micro"]) > 0.05
+
+
+def test_the_battery(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """All parts, of an adaptive and a default model: both columns where there are two, nothing left out."""
+    split, preprocess = load_data("digits")[1].head(6), Preprocess(size=(32, 32))
+    parts = tuple(part for part in FULL if part != "worst")
+    for name in ("a_swin_micro", "swin_micro"):
+        model = randomize(create_model(name)).eval()
+        found = battery(model, split, preprocess, parts=parts, exact_images=4, figure=tmp_path / f"{name}.png")
+        assert all(metric in found for part in parts for metric in metrics_of(part, 32))
+        assert ("canonical_off" in found) == model.adaptive
+        assert [row["canonical"] for row in found["bits"]] == (
+            [True, True, False, False] if model.adaptive else 2 * [False]
+        )
+        assert (found["bits"][0]["bit-identical"] == 4) == model.adaptive
+        assert found["config"]["score"] == "signed"
+        assert found["torch"] == torch.__version__
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+    assert metrics_of("magnitudes", 224) == ["c_cons@56", "c_cons@112", "c_cons@168", "c_cons@223"]
+    assert metrics_of("erased", 224)[::2] == ["top1:erased@28", "top1:erased@42", "top1:erased@56", "top1:erased@70"]
+
+
+def test_a_run_lands_in_the_row_of_its_recipe_and_arguments() -> None:
+    """A default model trained with circular shifts is no default row, and another score is not the paper's."""
+    results = runpy.run_path(str(ROOT / "scripts" / "results.py"))
+    rows = dict(results["paper_rows"]()[::-1])  # Swin's, which come first
+
+    def run(name: str, **changed: Any) -> dict[str, Any]:
+        return {"recipe": name, "settings": json.loads(json.dumps({**rows[name].settings(), **changed}))}
+
+    def landed(run: dict[str, Any]) -> list[str]:
+        return [name for name, recipe in rows.items() if results["matches"](run, name, recipe)]
+
+    assert landed(run("cifar10_default")) == ["cifar10_default"]
+    assert landed(run("cifar10_augmented", epochs=50)) == ["cifar10_augmented"]
+    assert landed(run("cifar10")) == ["cifar10"]
+    assert not landed(run("cifar10", model_args={}))
+    assert not landed(run("cifar10", batch_size=256))
+    assert results["mean"]([90.0, 92.0]) == "91.00 ± 1.41"
