@@ -258,7 +258,7 @@ def test_weights_of_a_merging(channels: int, outputs: int, sketch: int, normalis
     norm, reduction = lively(nn.LayerNorm(4 * channels)), nn.Linear(4 * channels, outputs, bias=False)
     anchor, x = MergeAnchor(sketch=sketch), torch.randn(1, 4, 4, channels)
     given = norm if normalised else None
-    made = Mergings(x, [Merging(reduction, given)], anchor).take()
+    made = Mergings(x, [Merging(reduction, given)], anchor).take(reduction)
     assert made is not None
     assert made.scaled is not None
     assert (made.taps is not None) == (sketch > 0)
@@ -300,11 +300,11 @@ def test_weights_of_several_mergings(monkeypatch: pytest.MonkeyPatch, count: int
     anchor, x, mergings = MergeAnchor(sketch=4), torch.randn(1, 4, 4, 8), several(count, normalised)
     launched = launches(monkeypatch, "merge_weights")
     plan = Mergings(x, mergings, anchor)
-    together = [plan.take() for _ in mergings]
+    together = [plan.take(merging.reduction) for merging in mergings]
     assert launched == ["_merging_weights"] * (1 if count < 4 else 2)
     assert [weights.once for weights in together] == [True, False, True, False][:count]
     for merging, weights in zip(mergings, together, strict=True):
-        alone = Mergings(x, [merging], anchor).take()
+        alone = Mergings(x, [merging], anchor).take(merging.reduction)
         for one, other in zip(weights, alone, strict=True):
             assert (one is None) == (other is None)
             assert one is None or isinstance(one, bool) or torch.equal(one, other)
@@ -328,8 +328,8 @@ def test_windows_beside_weights(monkeypatch: pytest.MonkeyPatch, size: tuple[int
     monkeypatch.undo()
     assert launched == ["_merging_weights"]
     assert torch.equal(chosen, offset)
-    for _ in mergings:
-        for one, other in zip(plan.take(), apart.take(), strict=True):
+    for merging in mergings:
+        for one, other in zip(plan.take(merging.reduction), apart.take(merging.reduction), strict=True):
             assert one is None or isinstance(one, bool) or torch.equal(one, other)
 
 
@@ -339,7 +339,7 @@ def test_tokens_in_float32_are_scored_as_they_are_multiplied(monkeypatch: pytest
     """Autocast leaves the sum behind a norm in float32. Lost otherwise: one pass for the score, on a GPU."""
     anchor, reduction = MergeAnchor(sketch=4), nn.Linear(4 * 32, 64, bias=False)
     x = torch.randn(2, 6, 8, 32)
-    weights = Mergings(x.half(), [Merging(reduction, None)], anchor).take()
+    weights = Mergings(x.half(), [Merging(reduction, None)], anchor).take(reduction)
     launched = launches(monkeypatch, "token_scores")
     offset = anchor.choose(x, reduction, None, low_precision=True, prepared=weights)
     assert launched in (["_token_rows"], ["_token_scores"])

@@ -147,7 +147,7 @@ def test_taps_of_a_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool, on
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "fits_token_scores", lambda *args: once)
             patch.setattr(kernels, "fits_merged_product", lambda *args: False)
-            made = Mergings(x, [Merging(reduction, given)], anchor).take()
+            made = Mergings(x, [Merging(reduction, given)], anchor).take(reduction)
         assert made is not None
         whole = [] if made.sums is None else [t.sum(0) if once else t for t in (made.sums, made.constant)]
         return made.taps.flatten(0, -2), *whole

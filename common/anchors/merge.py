@@ -41,7 +41,7 @@ class MergeAnchor(Anchor):
         return grid._replace(plan=Mergings(grid.tokens, layers, self)) if self.scores_layer and grid.canonical else grid
 
     def prepared(self, grid: Grid, reduction: nn.Linear, norm: nn.LayerNorm | None = None) -> Grid:
-        weights, x = None if grid.plan is None else grid.plan.take(), grid.tokens
+        weights, x = None if grid.plan is None else grid.plan.take(reduction), grid.tokens
         if norm is None and weights is not None and weights.scaled is not None:  # what is multiplied is scored, too
             x = x.to(weights.scaled.dtype)
         return grid._replace(tokens=materialize(x), shared=weights)

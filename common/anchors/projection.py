@@ -57,7 +57,7 @@ class ProjectionAnchor(Anchor):
         """With the normalised tokens, and what is made of weights for kernels."""
         x, shared = materialize(grid.tokens), None
         if self.scores_layer and grid.canonical and (normed := layer.normed(x)) is not None:
-            shared = normed, None if grid.plan is None else grid.plan.take(normed)
+            shared = normed, None if grid.plan is None else grid.plan.take(normed, layer)
         return grid._replace(tokens=x, shared=shared)
 
     def window(self, layer: Projected) -> tuple[int, int]:

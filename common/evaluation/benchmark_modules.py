@@ -56,7 +56,7 @@ def benchmark_modules(models: Sequence[str], setting: Setting, *, rounds: int = 
 def module_calls(model: Classifier, x: Tensor, setting: Setting) -> dict[str, list[Call]]:
     """The calls that modules of interest get in one forward, those of an anchor and of what it serves together."""
     part: Callable[[str], Any] = lambda name: getattr(model, name, None)  # noqa: E731
-    offset: Callable[[str], Any] = lambda name: part(name) and part(name).choose  # noqa: E731
+    offset: Callable[[str], Any] = lambda name: getattr(part(name), "choose", None)  # noqa: E731
     stages = part("layers") or part("stages")
     last = [stage.blocks[-1] for stage in stages]
     groups: dict[str, list[list[Any]]] = {

@@ -57,7 +57,7 @@ def reduce_patches(x: Tensor, origin: Tensor | None, norm: nn.LayerNorm | None, 
         else:
             sums, squares, _ = kernels.token_moments(x, norm.weight).unbind(1)
     if weights is None or weights.scaled is None:
-        weights = Mergings(x, [Merging(reduction, norm)], None).take()
+        weights = Mergings(x, [Merging(reduction, norm)], None).take(reduction)
     assert weights is not None
     assert weights.scaled is not None  # merging_dtype says so
     folded = None if norm is None else weights.folded

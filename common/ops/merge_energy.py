@@ -84,11 +84,12 @@ class Mergings:
         self.made = [_weights(given, i, one) for i, one in enumerate(made)]
         return offset
 
-    def take(self) -> MergeWeights | None:
-        """Those of the next merging, if kernels make them."""
+    def take(self, reduction: nn.Linear) -> MergeWeights | None:
+        """Those of the merging with this projection, if kernels make them."""
         if self.made is None and self.given is not None:
             self.made = [_weights(self.given, i, one) for i, one in enumerate(kernels.merging_weights(self.given))]
-        return self.made.pop(0) if self.made else None
+        which = [i for i, merging in enumerate(self.mergings) if merging.reduction is reduction]
+        return self.made[which[0]] if self.made and which else None
 
 
 def _weights(given: "kernels.Mergings", i: int, made: tuple[Tensor, ...]) -> MergeWeights:
@@ -116,7 +117,7 @@ class MergeEnergy:
 
     def best(self, x: Tensor, origin: Tensor | None, prepared: MergeWeights | None) -> Tensor:
         norm, scoring = self.merging.norm, self.scoring
-        made = prepared or Mergings(x, [self.merging], scoring).take()
+        made = prepared or Mergings(x, [self.merging], scoring).take(self.merging.reduction)
         if norm is None and made is not None and made.taps is not None:  # autocast leaves norms in float32
             x = x.to(made.taps.dtype)
         one_pass = kernels.fits_token_scores(x, self.outputs, 2, 0)

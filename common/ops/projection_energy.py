@@ -76,14 +76,16 @@ class Poolings:
         self.poolings, self.scoring = poolings, scoring
         self.made: list[Taps] | None = None
 
-    def take(self, x: Tensor) -> Taps | None:
-        """Those of the next one; ``x`` are the normalised tokens of the first, or like them."""
+    def take(self, x: Tensor, layer: Any) -> Taps | None:
+        """What is scored of this layer (``anchors.PooledProjections``); ``x`` are its normalised tokens."""
         if self.made is None:
             known = [pooling for pooling in self.poolings if pooling is not None]
             once = all(kernels.fits_token_scores(x, self.scoring.sketch, 3, 1, p.qkv.in_features) for p in known)
             all_known = torch.compiler.is_compiling() and len(known) == len(self.poolings)
             self.made = pooled_taps(known, self.scoring, x.dtype, True) if all_known and once else []
-        return self.made.pop(0) if self.made else None
+        if not self.made:
+            return None
+        return self.made[[known.qkv for known in self.poolings if known is not None].index(layer.pooling().qkv)]
 
 
 def pooled_taps(poolings: Sequence[Pooling], scoring: Scoring, dtype: torch.dtype, once: bool) -> list[Taps]:
