@@ -27,7 +27,8 @@ def walk(name: str) -> list[tuple[str, str]]:
     x = torch.randn(1, model.in_chans, *model.img_size)
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and (file := frame.f_code.co_filename).startswith(folders):
+        named = event == "call" and not frame.f_code.co_name.startswith("<")  # no lambda, no comprehension
+        if named and (file := frame.f_code.co_filename).startswith(folders):
             calls.append((str(Path(file).relative_to(ROOT)), frame.f_code.co_qualname))
 
     with torch.no_grad():

@@ -2,10 +2,19 @@
 
 import pytest
 import torch
-from conftest import ALL_PHASES, awkward_images
+from conftest import ALL_PHASES, awkward_images, randomize
 from torch import Tensor, nn
 
-from common.anchors import ConvAnchor, MergeAnchor, WindowAnchor, best_offset, phase_scores, token_energy
+from common import create_model
+from common.anchors import (
+    ConvAnchor,
+    MergeAnchor,
+    ProjectionAnchor,
+    WindowAnchor,
+    best_offset,
+    phase_scores,
+    token_energy,
+)
 from common.evaluation.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
 from common.models.upsample import unpool
 from common.ops import merge_patches
@@ -203,3 +212,15 @@ def test_the_helper_fails_what_is_not_equivariant() -> None:
         shift_error(lambda x: (x, torch.zeros(2, 2, dtype=torch.long)), image((28, 28)), (1, 0), anchored(2))
     with pytest.raises(ValueError, match="no shift"):
         assert_shift_equivariant(conv, image((28, 28)), [])
+
+
+def test_pooled_projections_are_scored_as_two_layers_or_as_one() -> None:
+    """With as many combinations as outputs, of which each is one output, both forms say the same."""
+    block = randomize(create_model("a_mvitv2_micro")).double().stages[1].blocks[0]  # type: ignore[index, union-attr]
+    x = torch.randn(3, 8, 8, block.norm1.normalized_shape[0], dtype=torch.float64)
+    plain = ProjectionAnchor(score="energy")
+    one = ProjectionAnchor(score="energy", sketch=4)
+    outputs = block.pooled.poolings[0].outputs
+    count = outputs.stop - outputs.start
+    one.sketch, one.directions = count - 1, torch.eye(count, 4096, dtype=torch.float64)
+    assert torch.allclose(one.scores(x, block.pooled), plain.scores(x, block.pooled))

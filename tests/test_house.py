@@ -55,3 +55,11 @@ def test_only_operations_ask_where_they_run() -> None:
              if pattern.search(file.read_text())}  # fmt: skip
     asking = {file for file in files if not file.startswith(("common/ops/", "common/kernels/"))}
     assert not asking
+
+
+def test_anchors_read_beside_the_paper() -> None:
+    """Each on a page of its own, and models on a few: else the paper cannot be found in the code."""
+    for file in (ROOT / "common" / "anchors").glob("*.py"):
+        assert len(file.read_text().splitlines()) <= 80, file
+    for folder in ("swin", "swinv2", "cvt", "mvitv2", "segmentation"):
+        assert len((ROOT / folder / "model.py").read_text().splitlines()) <= 300, folder

@@ -16,11 +16,13 @@ __all__ = ["Projection", "at_every_position", "phase_energies", "token_energy"]
 
 
 class Projection(NamedTuple):
-    """A strided convolution of normalised tokens: weights (D, C / groups, k, k), bias (D,) or None."""
+    """A strided convolution of normalised tokens: weights (D, C / groups, k, k), bias (D,) or None; and the linear
+    layer before it, weight and bias, if there is one."""
 
     weight: Tensor
     bias: Tensor | None
     conv: Strided
+    linear: tuple[Tensor, Tensor] | None = None
 
 
 def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None) -> Tensor:

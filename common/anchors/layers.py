@@ -29,12 +29,10 @@ class KeysAndValues(NamedTuple):
 
     def projections(self, anchor: Anchor) -> list[Projection]:
         weights = torch.stack([gathered(self.key.weight), gathered(self.value.weight)], 1)  # C, 2, 1, k, k
-        if anchor.sketch:
-            parts = anchor.directions[:, : 2 * len(weights)].to(weights).unflatten(1, (2, -1))
-            weights = torch.einsum("rnc,cnij->rcij", parts, weights[:, :, 0])
-        else:
-            weights = weights.flatten(0, 1)  # grouped: the outputs of a channel are neighbours
-        return [Projection(weights, None, Strided.of(self.key))]
+        if not anchor.sketch:  # grouped: the outputs of a channel are neighbours
+            return [Projection(weights.flatten(0, 1), None, Strided.of(self.key))]
+        parts = anchor.directions[:, : 2 * len(weights)].to(weights).unflatten(1, (2, -1))
+        return [Projection(torch.einsum("rnc,cnij->rcij", parts, weights[:, :, 0]), None, Strided.of(self.key))]
 
     def energy(self, anchor: Anchor) -> DepthwiseEnergy:
         return DepthwiseEnergy(self.norm, self.key, self.value, anchor)
@@ -44,12 +42,12 @@ class KeysAndValues(NamedTuple):
         return normed(x, self.norm) if ahead is None else ahead
 
     def planned(self, layers: Sequence["KeysAndValues"], anchor: Anchor) -> None:
-        """Weights of keys and values are few: nothing is prepared of several."""
+        """Nothing: these weights are few."""
 
 
 class PooledProjections(NamedTuple):
-    """Outputs of a projection of the normalised tokens, pooled. Both are one convolution with kernel P[o, i, j]
-    W[o, c]; there is one for each stride."""
+    """Outputs of a projection of the normalised tokens, pooled: one for each stride. Of a few combinations of outputs
+    both are one convolution, with kernel P[o, i, j] W[o, c]."""
 
     norm: nn.LayerNorm
     modulus: tuple[int, int]
@@ -59,15 +57,17 @@ class PooledProjections(NamedTuple):
         made = []
         for qkv, outputs, pools, heads in self.poolings:
             taps = torch.cat([gathered(pool.weight)[:, 0].repeat(heads, 1, 1) for pool in pools])  # D, k, k
-            weight = taps[:, None] * gathered(qkv.weight)[outputs][..., None, None]  # D, C, k, k
-            bias = taps.sum((1, 2)) * gathered(qkv.bias)[outputs]
-            made.append(Projection(anchor.combined(weight), anchor.combined(bias), Strided.of(pools[0])))
+            conv, linear = Strided.of(pools[0]), (gathered(qkv.weight)[outputs], gathered(qkv.bias)[outputs])
+            made.append(Projection(taps[:, None], None, conv, linear))
+            if anchor.sketch:
+                weight, bias = taps[:, None] * linear[0][..., None, None], taps.sum((1, 2)) * linear[1]
+                made[-1] = Projection(anchor.combined(weight), anchor.combined(bias), conv)
         return made
 
     def pooling(self) -> Pooling | None:
         """The only one, if kernels are to score it."""
-        one = len(self.poolings) == 1 and self.poolings[0].pools[0].stride == self.modulus
-        return self.poolings[0] if one else None
+        strides = [pooling.pools[0].stride for pooling in self.poolings]
+        return self.poolings[0] if strides == [self.modulus] else None
 
     def energy(self, anchor: Anchor) -> PooledEnergy | None:
         pooling = self.pooling()

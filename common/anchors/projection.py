@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -69,11 +70,11 @@ class ProjectionAnchor(Anchor):
     def scores(self, x: Tensor, layer: Projected) -> Tensor:
         norm, (rows, columns) = layer.norm, layer.modulus
         affine = gathered(norm.weight).to(x.dtype), gathered(norm.bias).to(x.dtype)
-        x = F.layer_norm(x, norm.normalized_shape, *affine, norm.eps).permute(0, 3, 1, 2)
-        total: Tensor | None = None
-        for weight, bias, conv in layer.projections(self):
-            scores = phase_energies(at_every_position(x, weight, conv, bias), conv.stride, self.score.name)
-            scores = scores.tile(1, rows // conv.stride[0], columns // conv.stride[1])
-            total = scores if total is None else total + scores
-        assert total is not None
-        return total
+        x = F.layer_norm(x, norm.normalized_shape, *affine, norm.eps)
+        tables = []
+        for weight, bias, conv, linear in layer.projections(self):
+            y = x if linear is None else F.linear(x, *(t.to(x.dtype) for t in linear))
+            t = at_every_position(y.permute(0, 3, 1, 2), weight, conv, bias)
+            scores = phase_energies(t, conv.stride, self.score.name)
+            tables.append(scores.tile(1, rows // conv.stride[0], columns // conv.stride[1]))
+        return torch.stack(tables).sum(0)
