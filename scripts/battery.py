@@ -6,17 +6,10 @@ python scripts/battery.py --model outputs/cifar10 --data uoft-cs/cifar10 --mixed
 """
 
 import argparse
-import json
 from pathlib import Path
 
-import torch
-from accelerate import Accelerator
-
-from common.data.sources import load_data
-from common.evaluation.battery import FULL, battery
-from common.evaluation.evaluate import load_for_evaluation
-from common.evaluation.tables import format_table, write_json
-from common.models.classifier import Classifier
+from common.evaluation.battery import FULL, battery_of
+from common.evaluation.tables import format_table
 from common.models.registry import MODEL_ARGUMENTS, parse_arguments
 
 
@@ -35,26 +28,14 @@ def main() -> None:
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     parser.add_argument("--json", type=Path, help="file to write; a figure of token errors goes beside it")
     args = parser.parse_args()
-    accelerator = Accelerator(mixed_precision=args.mixed_precision)
-    split = load_data(args.data)[1].head(args.limit)
-    arguments = parse_arguments(args.model_args)
-    model, preprocess = load_for_evaluation(args.model, len(split.classes), **arguments)
-    if not isinstance(model, Classifier):
-        raise SystemExit(f"{args.model} is none of our classifiers: the battery looks inside")
-    model.eval().to(accelerator.device)
-    results = battery(model, split, preprocess, parts=tuple(args.parts), accelerator=accelerator, seed=args.seed,
-                      batch_size=args.batch_size, exact_images=args.exact_images, crop=args.crop,
-                      compiled=torch.compile(model) if args.compile else None,
-                      figure=args.json.with_suffix(".png") if args.json else None)  # fmt: skip
-    trained = Path(args.model) / "results.json"
-    known = json.loads(trained.read_text()) if trained.exists() else {"model": args.model}
-    results = {**known, **results}
+    results = battery_of(args.model, args.data, mixed_precision=args.mixed_precision, compile=args.compile,
+                         limit=args.limit, target=args.json, arguments=parse_arguments(args.model_args),
+                         parts=tuple(args.parts), batch_size=args.batch_size, exact_images=args.exact_images,
+                         crop=args.crop, seed=args.seed)  # fmt: skip
     print(format_table([{key: value for key, value in results.items() if isinstance(value, float)}]))
     for key in ("bits", "token_errors"):
         if key in results:
             print(format_table(results[key]))
-    if args.json:
-        write_json(args.json, results)
 
 
 if __name__ == "__main__":

@@ -201,7 +201,10 @@ def test_reproduce_and_evaluate_from_the_command_line(tmp_path: Path, call: Call
 def test_rows_of_imagenet_and_plugged_in_anchors_run(tmp_path: Path, call: Callable[..., None]) -> None:
     """RandAugment, mixup, cutmix and erasing together; and the row that starts from another row's weights."""
     call("cvt/reproduce.py", "--scale", "smoke", "--rows", "imagenet_standard", "cifar10_default", "cifar10_adapted",
-         "--output_dir", str(tmp_path))  # fmt: skip
+         "--battery", "--output_dir", str(tmp_path))  # fmt: skip
     rows = json.loads((tmp_path / "smoke.json").read_text())
     assert [row["model"] for row in rows] == ["a_cvt_micro", "cvt_micro", "a_cvt_micro"]
+    measured = json.loads((tmp_path / "smoke" / "a_cvt_micro_cifar10_adapted" / "battery.json").read_text())
+    assert measured["recipe"] == "cifar10_adapted"
+    assert measured["canonical_off"]["c_cons"] == measured["c_cons_worst@8"] == 100.0
     assert rows[2]["c_cons ours"] == 100.0

@@ -7,10 +7,11 @@ normalisation; the worst case over shifts below 8 px; half-pixel shifts; bits in
 adaptive model is measured with the canonical anchor on and off: on, any network would be consistent.
 """
 
+import json
 import platform
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..data.preprocess import Preprocess
+from ..data.sources import load_data
 from ..data.splits import Split
 from ..models.classifier import Classifier
-from .evaluate import evaluate
+from .evaluate import evaluate, load_for_evaluation
 from .exactness import PRECISIONS, count_identical
+from .tables import write_json
 from .tokens import plot_token_errors, token_errors
 
-__all__ = ["FULL", "battery", "canonical_off", "circumstances"]
+__all__ = ["FULL", "battery", "battery_of", "canonical_off", "circumstances"]
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 ERASED = (0.125, 0.1875, 0.25, 0.3125)  # of the side: 28, 42, 56 and 70 of 224 px
@@ -74,6 +77,27 @@ def battery(model: Classifier, split: Split, preprocess: Preprocess, *, parts: t
         if figure is not None:
             plot_token_errors({model.model_type: rows}, figure)
     return {**results, **circumstances(accelerator), "evaluation_seconds": round(time.time() - begun, 1)}
+
+
+def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = None, compile: bool = False,
+               limit: int | None = None, target: Path | None = None, arguments: Mapping[str, Any] | None = None,
+               **options: Any) -> dict[str, Any]:  # fmt: skip
+    """``battery`` of a trained model by its directory or Hub id, with what its training wrote beside it (recipe,
+    settings, seed, seconds); written to ``target``, a figure of token errors beside that."""
+    accelerator = Accelerator(mixed_precision=mixed_precision)
+    split = load_data(data)[1].head(limit)
+    model, preprocess = load_for_evaluation(str(source), len(split.classes), **(arguments or {}))
+    if not isinstance(model, Classifier):
+        raise ValueError(f"{source} is none of our classifiers: the battery looks inside")
+    model.eval().to(accelerator.device)
+    trained = Path(source) / "results.json"
+    known = json.loads(trained.read_text()) if trained.exists() else {"model": str(source)}
+    compiled, figure = torch.compile(model) if compile else None, target and target.with_suffix(".png")
+    options = {**options, "accelerator": accelerator, "compiled": compiled, "figure": figure}
+    results = {**known, **battery(model, split, preprocess, **options)}
+    if target is not None:
+        write_json(target, results)
+    return results
 
 
 def bits(model: Classifier, images: Tensor, preprocess: Preprocess, precision: str, batch_size: int) -> dict[str, Any]:

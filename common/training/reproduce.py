@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..data.sources import KNOWN
+from ..evaluation.battery import battery_of
 from ..evaluation.tables import format_table, write_json
 from ..models.registry import MODEL_ARGUMENTS, parse_arguments
 from .engine import train
@@ -54,6 +55,9 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/reproduce"))
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--battery", action="store_true", help="all that the tables need of a classifier, as battery.json"
+    )
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     args = parser.parse_args(arguments)
 
@@ -77,6 +81,10 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
             output_dir=str(directory(name)), mixed_precision=args.mixed_precision, compile=args.compile,
             limit=160 if smoke else None, expected_rows=expected, resume_from_checkpoint="latest",
             checkpointing_minutes=0 if smoke else 10), task)  # fmt: skip
+        if args.battery and isinstance(recipe, Recipe):
+            battery_of(directory(name), recipe.data, mixed_precision=args.mixed_precision, compile=args.compile,
+                       limit=8 if smoke else None, exact_images=8 if smoke else 1000, crop=recipe.crop,
+                       seed=recipe.seed, target=directory(name) / "battery.json")  # fmt: skip
         length = {"steps": recipe.steps} if recipe.steps else {"epochs": recipe.epochs}
         row: dict[str, Any] = {"row": name, "model": recipe.model, **model_args, **length}
         for metric, paper in recipe.target.items():
