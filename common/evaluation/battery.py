@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ..data.preprocess import Preprocess
 from ..data.sources import load_data
@@ -63,7 +64,7 @@ def battery(model: Classifier, split: Split, preprocess: Preprocess, *, parts: t
         with canonical_off(model):
             off = evaluate(model, split, preprocess, kept, **common)
         results["canonical_off"] = {metric: off[metric] for metric in kept}
-    images: Tensor = split.head(exact_images).images.to(accelerator.device)  # type: ignore[attr-defined]
+    images = first(split, exact_images, preprocess, accelerator.device)
     if "bits" in parts:
         known = [name for name in PRECISIONS if images.is_cuda or name not in ("tf32", "fp16")]
         results["bits"] = [bits(model, images, preprocess, precision, batch_size) for precision in known]
@@ -77,6 +78,12 @@ def battery(model: Classifier, split: Split, preprocess: Preprocess, *, parts: t
         if figure is not None:
             plot_token_errors({model.model_type: rows}, figure)
     return {**results, **circumstances(accelerator), "evaluation_seconds": round(time.time() - begun, 1)}
+
+
+def first(split: Split, count: int, preprocess: Preprocess, device: torch.device) -> Tensor:
+    """Pixels of the first images, decoded as ``evaluate`` has them."""
+    split = split.head(count).prepared(preprocess).to(device)
+    return torch.cat([split.fetch(batch)[0] for batch in DataLoader(split, batch_size=250)])
 
 
 def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = None, compile: bool = False,
