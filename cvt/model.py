@@ -24,8 +24,8 @@ from common.models.classifier import Classifier, PaddingMode, Stages, resolve_pa
 from common.models.embedding import PatchEmbed
 from common.models.head import ClassTokenHead
 from common.models.registry import defaults, register_model
-from common.ops import add_norm, depthwise, kernel_weights, materialize, norm_ahead, project
-from common.ops.depthwise import as_tokens, split_class_tokens
+from common.ops import add_norm, materialize, norm_ahead, project
+from common.ops.depthwise import as_tokens, depthwise_by, split_class_tokens
 
 ANCHORS = ("token", "projection")
 
@@ -51,8 +51,7 @@ class ConvProjection(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor, cls_token: Tensor, origin: Tensor | None) -> Tensor:
-        circular = self.conv.padding_mode == "circular"
-        x = depthwise(x, kernel_weights(self.conv.weight)[0], self.conv.stride[0], circular, origin)
+        x = depthwise_by(self.conv, x, origin)
         x = self.norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)  # B, tokens, C
         return self.proj(torch.cat([cls_token, x], 1) if cls_token.shape[1] else x)
 

@@ -108,7 +108,7 @@ class PoolingAttention(nn.Module):
 
     def poolings(self) -> list[Pooling]:
         """What is pooled, stride by stride, but for stride 1, which has no choice: keys stride as values do."""
-        pools, dim, made = (self.pool_q, self.pool_k, self.pool_v), self.proj.in_features, []
+        pools, dim, made = (self.pool_q, self.pool_k, self.pool_v), self.num_heads * self.rel_pos_h.shape[1], []
         for stride in sorted({pool.stride for pool in pools} - {(1, 1)}):
             chosen = [i for i, pool in enumerate(pools) if pool.stride == stride]  # side by side
             outputs = slice(chosen[0] * dim, (chosen[-1] + 1) * dim)

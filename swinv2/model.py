@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from common.anchors import NoAnchor
 from common.grid import Grid
@@ -26,6 +25,7 @@ from common.models.windowed import ANCHORS, WindowedClassifier
 from common.models.windows import in_whole_windows, relative_position_index
 from common.ops import attend_in_windows, reduce_patches
 from common.ops.merge_energy import Merging
+from common.ops.weights import is_plain
 
 
 def log_spaced_positions(window: tuple[int, int], pretrained_window: int) -> Tensor:
@@ -74,10 +74,10 @@ class WindowAttention(nn.Module):
         qkv_bias = None
         if self.q_bias is not None and self.v_bias is not None:
             qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        if isinstance(self.qkv.weight, DTensor):  # sharded (FSDP): only its own forward finds all of it
-            qkv = self.qkv(x) if qkv_bias is None else self.qkv(x) + qkv_bias
-        else:
+        if is_plain(self.qkv):
             qkv = F.linear(x, self.qkv.weight, qkv_bias)
+        else:  # sharded, adapted, quantised: only its own forward knows what it computes
+            qkv = self.qkv(x) if qkv_bias is None else self.qkv(x) + qkv_bias
         qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
         scale = self.logit_scale.clamp(max=math.log(100)).exp().flatten()
         dropout = self.attn_drop if self.training else 0.0

@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import kernels
 from .dispatch import op, product_dtype
-from .roll import circular_pad, roll
-from .weights import kernel_weights, normed_kernel_weights
+from .roll import circular_pad, convolve, roll
+from .weights import is_plain, kernel_weights, normed_kernel_weights
 
-__all__ = ["as_tokens", "depthwise", "kernel_weights", "project", "split_class_tokens"]
+__all__ = ["as_tokens", "depthwise", "depthwise_by", "kernel_weights", "project", "split_class_tokens"]
 
 
 def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Tensor | None = None) -> Tensor:
@@ -23,6 +23,14 @@ def depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Te
     Shapes: x (B, H, W, C), weight (k, k, C), k odd -> (B, ceil(H / stride), ceil(W / stride), C).
     """
     return _depthwise(x.to(product_dtype(x)), weight, stride, circular, origin)
+
+
+def depthwise_by(conv: nn.Conv2d, x: Tensor, origin: Tensor | None = None) -> Tensor:
+    """``depthwise`` by the weights of ``conv``, or by ``conv`` itself where it is more than them."""
+    if is_plain(conv):
+        return depthwise(x, kernel_weights(conv.weight)[0], conv.stride[0], conv.padding_mode == "circular", origin)
+    x = x if origin is None else roll(x, origin, (1, 2), within=True)
+    return convolve(conv, x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 def _fits_depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: Tensor | None) -> bool:
@@ -59,8 +67,8 @@ def as_tokens(parameter: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _fits_project(x: Tensor, cls_token: Tensor, q: Any, k: Any, v: Any, origin: Tensor | None) -> bool:
-    parts = q, k, v
-    return kernels.fits_depthwise_norm(x, [part.conv for part in parts], [part.norm for part in parts])
+    convs, norms = [part.conv for part in (q, k, v)], [part.norm for part in (q, k, v)]
+    return all(map(is_plain, convs + norms)) and kernels.fits_depthwise_norm(x, convs, norms)
 
 
 def _project(x: Tensor, cls_token: Tensor, q: Any, k: Any, v: Any,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from .. import kernels
 from .roll import convolve, roll
 from .strided import Strided
+from .weights import is_plain
 
 __all__ = ["embed", "embedded"]
 
@@ -30,20 +31,25 @@ def embed(conv: nn.Conv2d, x: Tensor, origin: Tensor | None = None, norm: nn.Lay
     """
     (k, _), (s, _), (p, _) = Strided.of(conv)
     circular, dtype = conv.padding_mode == "circular", kernels.product_dtype(x)
-    if 1 <= k - 2 * p <= s and kernels.fits_image_tokens(x, conv.weight, s, dtype):  # one window per cell
+    plain = is_plain(conv) and (norm is None or is_plain(norm))
+    if plain and 1 <= k - 2 * p <= s and kernels.fits_image_tokens(x, conv.weight, s, dtype):  # one window per cell
         x = kernels.packed(x, dtype) if k > s else x  # worth it where windows overlap
         weights = kernels.in_pieces(conv.weight.to(dtype), x, s)
         gain, shift, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         given = gain, shift, eps, direction, k, s, p, circular
         tokens, moments = kernels.image_tokens(x, origin, weights, conv.bias, *given)
         return tokens, None if direction is None else moments
-    tokens = _convolve(conv, x, origin, circular)
+    tokens = _convolve(conv, x, origin, circular) if is_plain(conv) else _called(conv, x, origin)
     if norm is not None:
         tokens = norm(tokens).to(tokens.dtype)  # autocast leaves float32: twice what a stage has to read and write
     compiled = torch.compiler.is_compiling()  # then moments are taken where they are needed, as tokens are normalised
     if direction is None or compiled or not kernels.usable(x) or tokens.dtype == torch.float64:
         return tokens, None
     return tokens, kernels.token_moments(tokens.detach().contiguous(), direction)
+
+
+def _called(conv: nn.Conv2d, x: Tensor, origin: Tensor | None) -> Tensor:
+    return convolve(conv, x if origin is None else roll(x, origin, within=True)).permute(0, 2, 3, 1)
 
 
 def _convolve(conv: nn.Conv2d, x: Tensor, origin: Tensor | None, circular: bool) -> Tensor:
@@ -61,9 +67,9 @@ def _convolve(conv: nn.Conv2d, x: Tensor, origin: Tensor | None, circular: bool)
             return kernels.convolved(tokens, start, weight, conv.bias)
         x = kernels.rolled(tokens, start, p).permute(0, 3, 1, 2)
         return F.conv2d(x, conv.weight, conv.bias, conv.stride).permute(0, 2, 3, 1)
-    x = x if origin is None else roll(x, origin, within=True)
     if k != s or p:
-        return convolve(conv, x).permute(0, 2, 3, 1)
+        return _called(conv, x, origin)
+    x = x if origin is None else roll(x, origin, within=True)
     b, c, h, w = x.shape
     x = x.view(b, c, h // s, s, w // s, s).permute(0, 2, 4, 1, 3, 5).reshape(b, h // s, w // s, -1)
     return F.linear(x, weight, conv.bias)

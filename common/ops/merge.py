@@ -9,12 +9,14 @@ from .. import kernels
 from .dispatch import op, product_dtype
 from .merge_energy import MergeWeights, Merging, Mergings, merging_dtype
 from .roll import roll
+from .weights import is_plain
 
 __all__ = ["merge_patches", "reduce_patches"]
 
 
 def _fits_merge(x: Tensor, origin: Tensor | None = None, norm: nn.LayerNorm | None = None) -> bool:
-    return origin is not None and (norm is None or norm.elementwise_affine) and kernels.fits_merge_kernel(x)
+    plain = norm is None or (is_plain(norm) and norm.elementwise_affine)
+    return origin is not None and plain and kernels.fits_merge_kernel(x)
 
 
 def _merge_kernel(x: Tensor, origin: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:

@@ -109,7 +109,11 @@ class MergeEnergy:
 
     def __init__(self, reduction: nn.Linear, norm: nn.LayerNorm | None, scoring: Scoring) -> None:
         self.merging, self.scoring = Merging(reduction, norm), scoring
-        self.outputs = min(scoring.sketch or len(reduction.weight), len(reduction.weight))
+
+    @property
+    def outputs(self) -> int:
+        rows = self.merging.reduction.out_features
+        return min(self.scoring.sketch or rows, rows)
 
     def fits(self, x: Tensor, origin: Tensor | None) -> bool:
         shape = self.outputs, x.shape[3], 2, 2

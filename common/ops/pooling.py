@@ -7,18 +7,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from .depthwise import depthwise
+from .depthwise import depthwise, depthwise_by
 from .dispatch import op
 from .residual import materialize
 from .roll import roll
-from .weights import kernel_weights
+from .weights import is_plain, kernel_weights
 
 __all__ = ["circular_max", "pool_heads", "pool_maximum", "with_positions"]
 
 
 def _fits_pool(qkv: Tensor, pools: list[nn.Conv2d], norms: list[nn.LayerNorm], heads: int, origin: Tensor | None,
                tail: Tensor) -> bool:  # fmt: skip
-    return kernels.fits_pooled(qkv.chunk(3, -1)[0], pools[0].kernel_size, norms[0].weight)
+    plain = all(map(is_plain, (*pools, *norms)))
+    return plain and kernels.fits_pooled(qkv.chunk(3, -1)[0], pools[0].kernel_size, norms[0].weight)
 
 
 def _pool_kernel(qkv: Tensor, pools: list[nn.Conv2d], norms: list[nn.LayerNorm], heads: int, origin: Tensor | None,
@@ -41,10 +42,13 @@ def pool_heads(qkv: Tensor, pools: list[nn.Conv2d], norms: list[nn.LayerNorm], h
 
     Shapes: qkv (B, H, W, 3 heads d) -> (B, heads, H/s W/s, d), d + n for keys, d or d + n for values.
     """
-    weights = materialize(kernel_weights(*(pool.weight for pool in pools), repeats=heads))
-    pooled = []
+    plain, pooled = all(map(is_plain, pools)), []
+    weights = materialize(kernel_weights(*(pool.weight for pool in pools), repeats=heads)) if plain else pools
     for x, weight, pool, norm in zip(qkv.chunk(3, -1), weights, pools, norms, strict=True):
-        x = depthwise(x, weight, pool.stride[0], pool.padding_mode == "circular", origin).unflatten(3, (heads, -1))
+        if plain:
+            x = depthwise(x, weight, pool.stride[0], pool.padding_mode == "circular", origin).unflatten(3, (heads, -1))
+        else:  # a head after another: only the pooling itself knows what it computes
+            x = torch.stack([depthwise_by(pool, head, origin) for head in x.chunk(heads, -1)], 3)
         pooled.append(norm(x).to(x.dtype).flatten(1, 2).transpose(1, 2))
     q, k, v = pooled
     k = torch.cat([k, tail.to(k).expand(*k.shape[:2], -1, -1)], -1)

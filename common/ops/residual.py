@@ -6,12 +6,13 @@ from torch import Tensor, nn
 from .. import kernels
 from .dispatch import op, product_dtype
 from .roll import roll
+from .weights import is_plain
 
 __all__ = ["add_norm", "materialize", "norm_ahead"]
 
 
 def _fits(x: Tensor, update: Tensor, norm: nn.LayerNorm, origin: Tensor | None = None) -> bool:
-    return kernels.fits_add_norm(x, update, norm.weight)
+    return is_plain(norm) and kernels.fits_add_norm(x, update, norm.weight)
 
 
 def _add_norm(x: Tensor, update: Tensor, norm: nn.LayerNorm, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -29,7 +30,7 @@ def add_norm(x: Tensor, update: Tensor, norm: nn.LayerNorm, origin: Tensor | Non
 def norm_ahead(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
     """The norm of x by a kernel, if it fits, else None: for the first of several blocks, where a compiler would fuse it
     with all that comes before, and take longer."""
-    if not kernels.fits_add_norm(x, None, norm.weight):
+    if not is_plain(norm) or not kernels.fits_add_norm(x, None, norm.weight):
         return None
     return kernels.add_norm(x, None, norm.weight, norm.bias, norm.eps, product_dtype(x), None)[1]
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
+from .weights import is_plain
 
 __all__ = ["circular_pad", "convolve", "reads_from_origin", "roll"]
 
@@ -111,8 +112,8 @@ def circular_pad(x: Tensor, pad: tuple[int, int, int, int]) -> Tensor:
 
 
 def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """``conv(x)``, with ``circular_pad`` where it pads circularly."""
-    if conv.padding_mode != "circular" or isinstance(conv.padding, str):
+    """``conv(x)``, with ``circular_pad`` where it pads circularly and is nothing but its weights."""
+    if not is_plain(conv) or conv.padding_mode != "circular" or isinstance(conv.padding, str):
         return conv(x)
     height, width = conv.padding
     x = circular_pad(x, (width, width, height, height))

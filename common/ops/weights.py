@@ -4,7 +4,7 @@ Nothing made of weights is cached. Optimizers, averages of weights, collectives 
 trace, so a cache cannot know when it is stale; and a compiled graph makes all of it in passing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,13 @@ from .. import kernels
 __all__ = ["gathered", "is_plain", "kernel_weights", "normed_kernel_weights", "product"]
 
 
-def gathered(parameter: Tensor) -> Tensor:
+def gathered(parameter: Tensor | Callable[[], Tensor]) -> Tensor:
     """A parameter of another module as it is read here, in float32 at least: gathered, if it is sharded over processes
-    (FSDP), for only its own module's forward finds it so."""
+    (FSDP), for only its own module's forward finds it so; and as numbers, where a quantised layer has it as a method.
+    """
+    parameter = parameter if isinstance(parameter, Tensor) else parameter()
     parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    parameter = parameter.dequantize() if parameter.is_quantized else parameter
     return parameter if parameter.dtype == torch.float64 else parameter.float()
 
 
@@ -56,7 +59,8 @@ def is_plain(module: nn.Module) -> bool:
     """Whether a module computes what its weights say: a torch layer itself, with no adapter, hook, parametrisation or
     shard about it, so that its weights may be read instead of calling it."""
     plain = type(module) in PLAIN and not isinstance(module.weight, DTensor)
-    return plain and not (module._forward_hooks or module._forward_pre_hooks)
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return plain and not hooks and "forward" not in module.__dict__  # accelerate's offloading replaces it
 
 
-PLAIN = (nn.Linear, nn.LayerNorm, nn.Conv2d, nn.BatchNorm2d)
+PLAIN = (nn.Linear, nn.LayerNorm, nn.Conv2d, nn.BatchNorm2d, nn.SyncBatchNorm)
