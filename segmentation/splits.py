@@ -76,7 +76,7 @@ class EncodedScenes(PixelSplit):
         where = self.name(self.items[index])
         try:
             content = self.read(self.items[index])
-            image, stored = decode_image(content[0]), decode_labels(content[1])
+            image, stored = decode_image(content[0], upright=False), decode_labels(content[1])
         except Exception as error:
             raise ValueError(f"{where} is not a readable scene ({error}): repair or drop it") from None
         if image.shape[:2] != stored.shape:

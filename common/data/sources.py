@@ -3,7 +3,8 @@ the Hub.
 
 A parquet folder has ``train*.parquet`` and ``test*``, ``val*`` or ``validation*.parquet`` (also under ``data/``), with
 an image column (``img`` or ``image``: bytes, or a struct with ``bytes``) and a label column. An image tree has
-``train/CLASS/FILE`` and ``val/CLASS/FILE`` (or ``test``, ``validation``).
+``train/CLASS/FILE`` and ``val/CLASS/FILE`` (or ``test``, ``validation``). Labels number the classes from 0, or name
+them: names become classes in sorted order. What an image shows is what a person sees of it (``decode_image``).
 
 Small images of one size are decoded once, into memory; others stay encoded for the loader's workers.
 """
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -31,9 +32,13 @@ __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LAB
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 EVALUATION_SPLITS = ("test", "validation", "val")
 MAX_PIXELS = 90_000_000
+BACKGROUND = (255, 255, 255)  # what shows through where an image is transparent: white, as on a page
+UPRIGHT = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+           5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+           8: Image.Transpose.ROTATE_90}  # by EXIF orientation  # fmt: skip
 SMALL = 96  # images up to this side are held in memory, decoded
 
 KNOWN = {
@@ -168,27 +173,58 @@ def find_column(have: list[str], wanted: tuple[str, ...], file: Path | str) -> s
 
 def _read_tree(folder: Path, skip_broken: bool) -> Split:
     classes = sorted(p.name for p in folder.iterdir() if p.is_dir())
-    items = [(path, label) for label, name in enumerate(classes) for path in sorted((folder / name).iterdir())
-             if path.suffix.lower() in IMAGE_SUFFIXES]  # fmt: skip
+    found = [(path, label) for label, name in enumerate(classes) for path in sorted((folder / name).iterdir())
+             if not path.name.startswith(".")]  # fmt: skip
+    items = [(path, label) for path, label in found if path.suffix.lower() in IMAGE_SUFFIXES]
     if not items:
-        raise FileNotFoundError(f"no images under {folder}: expected {folder}/CLASS/FILE.jpg (or png, webp, bmp)")
+        raise FileNotFoundError(f"no images under {folder}: expected {folder}/CLASS/FILE.jpg (or one of "
+                                f"{' '.join(IMAGE_SUFFIXES)})")  # fmt: skip
+    if len(items) < len(found):
+        other = next(path for path, _ in found if path.suffix.lower() not in IMAGE_SUFFIXES)
+        warnings.warn(f"{len(found) - len(items)} of {len(found)} files under {folder} are left out, such as {other}: "
+                      f"images end in {' '.join(IMAGE_SUFFIXES)}", stacklevel=2)  # fmt: skip
     labels = torch.tensor([label for _, label in items])
     return _split([path for path, _ in items], _read_path, labels, tuple(classes), str, skip_broken)
 
 
-def open_image(content: bytes) -> Image.Image:
-    """Read the header of an encoded image; refuses what would unfold to more than 90 million pixels."""
-    image = Image.open(io.BytesIO(content))
-    if image.width * image.height > MAX_PIXELS:
-        raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS:,}: "
+def open_image(content: bytes, most: int = MAX_PIXELS) -> Image.Image:
+    """Read the header of an encoded image; refuses what would unfold to more than ``most`` pixels."""
+    try:
+        image = Image.open(io.BytesIO(content))
+    except UnidentifiedImageError:
+        raise UnidentifiedImageError("no image in a format that Pillow reads") from None  # its own names an address
+    if image.width * image.height > most:
+        raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels, more than {most:,}: "
                                            "shrink the image first")  # fmt: skip
     return image
 
 
-def decode_image(content: bytes) -> np.ndarray:
-    """Encoded image -> (H, W, 3) uint8."""
-    with open_image(content) as image:
-        return np.asarray(image.convert("RGB"))
+def decode_image(content: bytes, most: int = MAX_PIXELS, upright: bool = True) -> np.ndarray:
+    """Encoded image -> (H, W, 3) uint8 as a person sees it: turned as its EXIF data say (``upright``), 16 bits scaled
+    to 8, transparent parts on white, of an animation the first frame. Labels of pixels belong to pixels as they are
+    stored, so their images are read with ``upright=False``."""
+    with open_image(content, most) as image:
+        turn = UPRIGHT.get(_orientation(image)) if upright else None
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+            levels = np.asarray(image).astype(np.uint32)  # Pillow would cut off what exceeds 255
+            seen = Image.fromarray(((levels + 128) // 257).astype(np.uint8)).convert("RGB")
+        elif image.mode in ("I", "F"):
+            raise ValueError(f"its pixels are 32-bit {'integers' if image.mode == 'I' else 'fractions'}, and nothing "
+                             "says which of them is white: save it with 8 or 16 bits")  # fmt: skip
+        elif image.has_transparency_data:
+            seen = Image.new("RGB", image.size, BACKGROUND)
+            pixels = image.convert("RGBA")
+            seen.paste(pixels, mask=pixels)
+        else:
+            seen = image.convert("RGB")
+        return np.asarray(seen if turn is None else seen.transpose(turn))
+
+
+def _orientation(image: Image.Image) -> Any:
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # broken EXIF data say nothing, and the pixels may be whole
+        return None
 
 
 def _split(items: Sequence[Any], read: Callable[[Any], np.ndarray], labels: Tensor, classes: tuple[str, ...],
