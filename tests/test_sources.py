@@ -27,7 +27,7 @@ def encode(seed: int, size: tuple[int, int] = (8, 8), kind: str = "PNG") -> byte
     return buffer.getvalue()
 
 
-def write_parquet(path: Path, images: list[bytes], labels: list[int], image: str = "img", label: str = "label") -> None:
+def write_parquet(path: Path, images: list[bytes], labels: list[Any], image: str = "img", label: str = "label") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     cells = [{"bytes": content, "path": None} for content in images]
     pq.write_table(pa.table({image: cells, label: labels}), path)
@@ -271,3 +271,49 @@ def test_truncated_images_are_named(tmp_path: Path) -> None:
             path.write_bytes(part)
         with pytest.raises(ValueError, match=rf"train/a/x.{kind.lower()} is not a readable image \(.{{5,200}}\)"):
             load_data(str(tmp_path / kind))[0].prepared(Preprocess(size=(8, 8)))[0]
+
+
+# labels as people have them
+
+
+@pytest.mark.parametrize(("labels", "numbers", "classes"), [
+    (["dog", "cat", "dog", "ape"], [2, 1, 2, 0], ("ape", "cat", "dog")),
+    ([1.0, 0.0, 2.0, 2.0], [1, 0, 2, 2], ("0", "1", "2")),
+    ([True, False, True, True], [1, 0, 1, 1], ("0", "1")),
+    ([5, 0, 5, 0], [5, 0, 5, 0], ("0", "1", "2", "3", "4", "5")),
+], ids=["names", "whole fractions", "truth", "sparse"])  # fmt: skip
+def test_labels_become_classes(tmp_path: Path, labels: list[Any], numbers: list[int], classes: tuple[str, ...]) -> None:
+    """Else people have to rewrite their files first. The evaluation split may lack a class."""
+    write_parquet(tmp_path / "train.parquet", [encode(i) for i in range(4)], labels)
+    write_parquet(tmp_path / "test.parquet", [encode(i) for i in range(2)], labels[2:3] * 2)
+    train, test = load_data(str(tmp_path))
+    assert (train.labels.tolist(), train.classes) == (numbers, classes)
+    assert (test.labels.tolist(), test.classes) == (numbers[2:3] * 2, classes)
+
+
+@pytest.mark.parametrize(("labels", "message"), [
+    ([0, None, 1], "the label of row 1 is 'None'"),
+    (["a", None, "b"], "the label of row 1 is 'None'"),
+    ([0.0, 0.5, 1.0], "the label of row 1 is '0.5'"),
+    ([0.0, float("nan"), 1.0], "the label of row 1 is 'nan'"),
+    ([0.0, float("inf"), 1.0], "the label of row 1 is 'inf'"),
+    ([0, 1, 10**9], "labels run from 0 to 1000000000"),
+    ([0, 1, 2**62], "labels run from 0 to 4611686018427387904"),
+    ([0, 1, -1], "labels run from -1 to 1"),
+    ([[0], [1], [2]], r"the label of row 0 is '\[0\]'"),
+])  # fmt: skip
+def test_labels_that_are_none_are_refused_by_file_and_column(tmp_path: Path, labels: list[Any], message: str) -> None:
+    """Else they are cut, fill the memory, or end in an error that does not say where."""
+    write_parquet(tmp_path / "train.parquet", [encode(i) for i in range(3)], labels)
+    write_parquet(tmp_path / "test.parquet", [encode(i) for i in range(3)], [0, 1, 2])
+    with pytest.raises(ValueError, match=rf"train.parquet, column 'label': ({message})") as error:
+        load_data(str(tmp_path))
+    assert len(str(error.value)) < 500
+
+
+def test_class_names_that_differ_are_named(tmp_path: Path) -> None:
+    """Else a model is measured on classes that it has never seen."""
+    for name, labels in (("train", ["a", "b"]), ("test", ["a", "emu"])):
+        write_parquet(tmp_path / f"{name}.parquet", [encode(i) for i in range(2)], labels)
+    with pytest.raises(ValueError, match="train has classes a, b, but not emu of the evaluation split"):
+        load_data(str(tmp_path))

@@ -28,7 +28,8 @@ from tqdm.auto import tqdm
 from .splits import Arrays, Encoded, Split, check_rows, load_digits_data
 
 __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "decode_image",
-           "find_column", "load_data", "load_folder", "load_hub", "load_split", "open_image"]  # fmt: skip
+           "find_column", "load_data", "load_folder", "load_hub", "load_split", "open_image",
+           "read_labels"]  # fmt: skip
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -39,6 +40,7 @@ BACKGROUND = (255, 255, 255)  # what shows through where an image is transparent
 UPRIGHT = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
            5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
            8: Image.Transpose.ROTATE_90}  # by EXIF orientation  # fmt: skip
+MAX_CLASSES = 2**16  # that numbers stand for: beyond, they are something else, such as identifiers
 SMALL = 96  # images up to this side are held in memory, decoded
 
 KNOWN = {
@@ -65,12 +67,49 @@ def load_folder(folder: Path, skip_broken: bool = False) -> tuple[Split, Split]:
     train = load_split(folder, ("train",), skip_broken)
     test = load_split(folder, EVALUATION_SPLITS, skip_broken)
     if train.classes != test.classes:
-        count = max(len(train.classes), len(test.classes))
-        if not all(name == str(i) for split in (train, test) for i, name in enumerate(split.classes)):
-            raise ValueError(f"{folder}: train has classes {train.classes[:3]}..., test {test.classes[:3]}...")
-        names = tuple(str(i) for i in range(count))
-        train, test = (replace(split, classes=names) for split in (train, test))  # type: ignore[type-var]
+        names = max(train.classes, test.classes, key=len)
+        if all(name == str(i) for split in (train, test) for i, name in enumerate(split.classes)):
+            train, test = (replace(split, classes=names) for split in (train, test))  # type: ignore[type-var]
+        elif unknown := sorted(set(test.classes) - set(train.classes)):
+            raise ValueError(f"{folder}: train has classes {shown(train.classes)}, but not {shown(unknown)} of the "
+                             "evaluation split: name the classes of both alike")  # fmt: skip
+        else:  # an evaluation split that lacks a class, or counts them in another order
+            place = torch.tensor([train.classes.index(name) for name in test.classes])
+            test = replace(test, labels=place[test.labels], classes=train.classes)  # type: ignore[type-var]
     return train, test
+
+
+def shown(values: Sequence[Any]) -> str:
+    """The first few, for an error."""
+    return ", ".join(str(value)[:40] for value in values[:3]) + (", ..." if len(values) > 3 else "")
+
+
+def read_labels(values: Sequence[Any], names: Sequence[str] | None, where: str) -> tuple[Tensor, tuple[str, ...]]:
+    """Labels as people store them -> (N,) numbers from 0, and names of the classes. ``where`` is the file and column.
+
+    Text becomes classes in sorted order, or that of ``names``. Numbers, also fractions that are whole, are classes as
+    they are: a class that no image has stays one, so that a part of a data set has the labels of the whole.
+    """
+    if not values:
+        raise ValueError(f"{where}: there are no rows")
+    text = any(isinstance(value, str) for value in values)
+    for i, value in enumerate(values):
+        whole = value.is_integer() if isinstance(value, float) else isinstance(value, int)
+        if not (isinstance(value, str) if text else whole):
+            raise ValueError(f"{where}: the label of row {i} is {str(value)[:40]!r}: expected whole numbers from 0, or "
+                             "names; drop rows without a label")  # fmt: skip
+    if text:
+        classes = tuple(names or sorted(set(values)))
+        place = {name: i for i, name in enumerate(classes)}
+        if unknown := sorted(set(values) - set(classes)):
+            raise ValueError(f"{where}: no class is named {shown(unknown)}; there are {shown(classes)}")
+        return torch.tensor([place[value] for value in values]), classes
+    low, high = int(min(values)), int(max(values))
+    most = len(names) if names else MAX_CLASSES
+    if low < 0 or high >= most:
+        raise ValueError(f"{where}: labels run from {str(low)[:40]} to {str(high)[:40]}, but there are {most:,} "
+                         "classes at most: number them from 0, or store their names")  # fmt: skip
+    return torch.tensor([int(value) for value in values]), tuple(str(name) for name in names or range(high + 1))
 
 
 def load_hub(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
@@ -105,9 +144,9 @@ def from_dataset(dataset: Any, name: str, skip_broken: bool = False) -> Split:
     image, label = (find_column(dataset.column_names, wanted, name) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS))
     rows = dataset.cast_column(image, datasets.Image(decode=False)).select_columns([image])
     feature = dataset.features[label]
-    labels = torch.tensor(list(dataset[label]), dtype=torch.long)
-    names = feature.names if isinstance(feature, datasets.ClassLabel) else range(int(labels.max()) + 1)
-    return _split(range(len(rows)), partial(_read_row, rows, image), labels, tuple(str(n) for n in names),
+    names = feature.names if isinstance(feature, datasets.ClassLabel) else None
+    labels, classes = read_labels(list(dataset[label]), names, f"{name}, column {label!r}")
+    return _split(range(len(rows)), partial(_read_row, rows, image), labels, classes,
                   partial(_row_name, name), skip_broken)  # fmt: skip
 
 
@@ -136,10 +175,10 @@ def _read_parquet(files: list[Path], skip_broken: bool) -> Split:
     except pa.ArrowException as error:
         raise ValueError(f"{files[0].parent} holds no readable parquet ({error}): fetch the files again") from None
     cells = table.column(columns[0])
-    labels = torch.tensor(table.column(columns[1]).to_pylist(), dtype=torch.long)
     stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     names = stored.get("info", {}).get("features", {}).get(columns[1], {}).get("names")
-    classes = tuple(names) if names else tuple(str(i) for i in range(max(labels.tolist(), default=-1) + 1))
+    where = f"{files[0].parent}/{files[0].name}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+    labels, classes = read_labels(table.column(columns[1]).to_pylist(), names, f"{where}, column {columns[1]!r}")
     return _split(range(len(cells)), partial(_read_cell, cells), labels, classes,
                   partial(_row_name, f"{files[0].parent}/{files[0].name}"), skip_broken)  # fmt: skip
 

@@ -22,6 +22,7 @@ from .sources import (
     from_dataset,
     import_datasets,
     load_split,
+    read_labels,
 )
 from .splits import Batch, Encoded, Split
 
@@ -79,12 +80,13 @@ class Stream(IterableDataset, Split):
             index = (position * workers + me) * self.world + self.rank  # not the row's own: a stream has no numbers
             try:
                 pixels = decode_image(row[self.image]["bytes"])
+                label = int(read_labels([row[self.label]], self.classes, f"column {self.label!r}")[0])
             except Exception as error:
                 if self.skip_broken:
                     continue
-                raise ValueError(f"image {index} of the stream {self.name} is not readable ({error}): use "
-                                 "--skip_broken to go on without it") from None  # fmt: skip
-            yield self.item.canvas(pixels, self.epoch, index), int(row[self.label]), index
+                raise ValueError(f"image {index} of the stream {self.name}, or its label, is not readable ({error}): "
+                                 "use --skip_broken to go on without it") from None  # fmt: skip
+            yield self.item.canvas(pixels, self.epoch, index), label, index
 
     def fetch(self, batch: Any) -> Batch:
         images, labels, index = batch
