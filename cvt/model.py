@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from common.anchors import ConvAnchor, KeysAndValues, ProjectionAnchor
 from common.grid import Grid
 from common.models.activation import GELU
-from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
+from common.models.classifier import Classifier, PaddingMode, Stages, check_heads, resolve_padding
 from common.models.embedding import PatchEmbed
 from common.models.head import ClassTokenHead
 from common.models.registry import defaults, register_model
@@ -175,6 +175,7 @@ class CvT(Classifier):
         multiple = strides[-1] * (kv_stride if adaptive else 1)
         super().__init__(locals(), multiple=(multiple, multiple), anchors=ANCHORS)
         self.padding_mode = resolve_padding(padding_mode, adaptive)
+        check_heads(embed_dims, num_heads)
         self.num_features = embed_dims[-1]
         self.feature_info = [
             {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}

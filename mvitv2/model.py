@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from common.anchors import ConvAnchor, PooledProjections, ProjectionAnchor
 from common.models.activation import GELU
-from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
+from common.models.classifier import Classifier, PaddingMode, Stages, check_heads, resolve_padding
 from common.models.embedding import PatchEmbed
 from common.models.positions import circular_rows, in_eights, linear_rows, one_hot_places
 from common.models.registry import defaults, register_model
@@ -210,6 +210,7 @@ class MViTv2(Classifier):
         if patch_kernel % 2 == 0:
             raise ValueError(f"patch_kernel {patch_kernel} has no centre: choose an odd one")
         dims = [embed_dim * 2**i for i in range(len(depths))]
+        check_heads(dims, [num_heads * 2**i for i in range(len(depths))])
         self.num_features = dims[-1]
         self.feature_info = [
             {"num_chs": dims[i], "reduction": strides[i + 1], "module": f"stages.{i}"} for i in range(len(depths))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME
 from common.evaluation.metrics import IGNORE_INDEX
-from common.models.hub import read_config
+from common.models.hub import read_fields
 from common.seeding import hashed_uniform
 
 __all__ = ["ScenePreprocess", "distort_colours", "resize_image", "resize_labels"]
@@ -58,10 +58,7 @@ class ScenePreprocess:
 
     @classmethod
     def load(cls, path: Path) -> "ScenePreprocess":
-        stored = read_config(path)
-        if unknown := sorted(set(stored) - set(cls.STORED)):
-            raise ValueError(f"{path} has unknown keys {unknown}: it was not written for a segmenter")
-        return cls(**stored)
+        return cls(**read_fields(cls, cls.STORED, path))
 
     def target_size(self, size: tuple[int, int], ratio: float = 1.0) -> tuple[int, int]:
         """What an image of ``size`` is resized to, before it is cropped or rounded up."""

@@ -44,8 +44,9 @@ def little_memory() -> Iterator[None]:
 
 
 def refused(source: Path, message: str, load: Callable[..., Any] = from_pretrained, *arguments: Any) -> None:
-    with little_memory(), pytest.raises(ValueError, match=message):
+    with little_memory(), pytest.raises(ValueError, match=message) as error:
         load(str(source), *arguments)
+    assert len(str(error.value)) - len(str(source)) < 500
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ ABSURD: dict[str, tuple[dict[str, Any], str]] = {
     "65,536 channels": ({"embed_dim": 65536}, r"head.fc.weight has shape \(10, 96\), expected \(10, 131072\)"),
     "65,536 classes": ({"num_classes": 65536}, r"head.fc.weight has shape \(10, 96\), expected \(65536, 96\)"),
     "negative channels": ({"embed_dim": -48}, "describes no Swin"),
-    "no heads": ({"num_heads": [0, 0]}, r"table has shape \(49, 2\), expected \(49, 0\)"),
+    "no heads": ({"num_heads": [0, 0]}, "0 heads do not divide the 48 channels of stage 0"),
     "no patch": ({"patch_size": 0}, "describes no Swin"),
     "no stages": ({"depths": []}, "describes no Swin"),
     "NaN": ({"drop_rate": float("nan")}, "drop_rate is nan"),
@@ -272,6 +273,19 @@ def test_a_pickled_config_is_not_unpickled(saved: Path, marker: Path) -> None:
     ({"mean": [float("nan")] * 3}, "mean is nan"),
     ({"size": [[[32]]]}, "nested too deeply"),
     ({"size": ["../x", 32]}, "neither paths nor code"),
+    ({"size": 32}, "size is 32, expected tuple"),
+    ({"size": "32"}, "size is 32, expected tuple"),
+    ({"size": [32]}, "size is .*expected tuple"),
+    ({"size": [0, 32]}, r"size is \(0, 32\), expected .*positive"),
+    ({"size": [32.5, 32]}, "size is .*expected tuple"),
+    ({"size": None}, "size is None, expected tuple"),
+    ({"resize": -1}, "resize is -1, expected"),
+    ({"resize": {"shortest_edge": 32}}, "resize is .*shortest_edge.*expected"),
+    ({"mean": [0.5] * 4}, r"mean is \(0.5, 0.5, 0.5, 0.5\), expected tuple"),
+    ({"mean": ["a", "b", "c"]}, "mean is .*expected tuple"),
+    ({"std": 0.5}, "std is 0.5, expected tuple"),
+    ({"std": [0.5, 0.5, 0.0]}, "std is .*positive"),
+    ({f"key{i}": 0 for i in range(999)}, "unknown keys"),
 ])  # fmt: skip
 def test_preprocessing_is_refused_where_it_is_absurd(change: dict[str, Any], message: str, saved: Path,
                                                      segmenter: Path) -> None:  # fmt: skip
@@ -279,6 +293,28 @@ def test_preprocessing_is_refused_where_it_is_absurd(change: dict[str, Any], mes
         path = source / "preprocessor_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
         refused(source, message, load, classes)
+
+
+def test_a_canvas_smaller_than_its_crop_is_refused(saved: Path) -> None:
+    """Else images are cropped from where they are not."""
+    path = saved / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"resize": 16}))
+    refused(saved, r"resize is 16, expected null or at least the size \(32, 32\)", load_for_evaluation, 10)
+
+
+# arguments that no file brings
+
+
+@pytest.mark.parametrize(("name", "heads"), [("swin_micro", (2, 5)), ("swinv2_micro", (3, 4)),
+                                             ("cvt_micro", (1, 3, 4)), ("mvitv2_micro", 3)])  # fmt: skip
+def test_heads_that_do_not_divide_the_width_are_named(name: str, heads: Any) -> None:
+    """Else a model fails from deep inside at its first image, or is built with other heads than were asked for."""
+    for kind in (name, f"a_{name}"):
+        with pytest.raises(ValueError, match=r"num_heads \(.*heads do not divide the \d+ channels of stage \d; choose"):
+            create_model(kind, num_heads=heads)
+    if isinstance(heads, tuple):
+        with pytest.raises(ValueError, match="must have one entry for each of"):
+            create_model(name, num_heads=heads[:1])
 
 
 # and yet

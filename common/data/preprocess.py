@@ -18,7 +18,7 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.data.mixup import Mixup
 from torch import Tensor
 
-from ..models.hub import read_config
+from ..models.hub import read_fields
 from ..seeding import derive_seed, hashed_uniform, seeded
 from ..shifts import circular_shift
 
@@ -48,6 +48,8 @@ class Preprocess:
     circular: bool = False
     erase: float = 0.0
 
+    STORED = ("size", "resize", "mean", "std")
+
     @property
     def canvas_size(self) -> tuple[int, int]:
         """(height, width) that images are resized to, before the crop."""
@@ -55,16 +57,15 @@ class Preprocess:
 
     def save(self, directory: Path) -> None:
         """Write what evaluation needs beside a model, as preprocessor_config.json."""
-        stored = {key: getattr(self, key) for key in ("size", "resize", "mean", "std")}
+        stored = {key: getattr(self, key) for key in self.STORED}
         (directory / PREPROCESSOR_NAME).write_text(json.dumps(stored, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Preprocess":
-        stored = read_config(path)
-        if unknown := sorted(set(stored) - {"size", "resize", "mean", "std"}):
-            raise ValueError(f"{path} has unknown keys {unknown}")
-        if "size" not in stored:
-            raise ValueError(f"{path} names no size: expected [height, width]")
+        stored = read_fields(cls, cls.STORED, path)
+        if (resize := stored.get("resize")) is not None and resize < max(stored["size"]):
+            raise ValueError(f"{path}: resize is {resize}, expected null or at least the size {stored['size']}, which "
+                             "is cropped from it")  # fmt: skip
         return cls(**stored)
 
     def canvas(self, images: Tensor) -> Tensor:

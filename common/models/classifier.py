@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -15,7 +15,16 @@ from ..ops.embed import embedded
 from ..ops.recompute import recompute
 from .hub import HubModel
 
-__all__ = ["Classifier", "PaddingMode", "Stages", "check_images", "check_size", "resolve_padding", "to_pair"]
+__all__ = [
+    "Classifier",
+    "PaddingMode",
+    "Stages",
+    "check_heads",
+    "check_images",
+    "check_size",
+    "resolve_padding",
+    "to_pair",
+]
 
 Stages = list[tuple[Tensor, Tensor]]
 PaddingMode = Literal["zeros", "circular"]
@@ -47,6 +56,16 @@ def check_size(size: tuple[int, int], multiple: tuple[int, int], why: str) -> No
     raise ValueError(f"image size {size[0]}x{size[1]}: {why} needs sides that are multiples of "
                      f"{multiple[0]}x{multiple[1]}; the nearest valid sizes are {near}. Resize or pad the image, or "
                      "build the model with another img_size")  # fmt: skip
+
+
+def check_heads(dims: Sequence[int], num_heads: Sequence[int]) -> None:
+    """Raise unless every stage has heads, and as many as divide its width: a head is a slice of the channels."""
+    if len(dims) != len(num_heads):
+        raise ValueError(f"num_heads {tuple(num_heads)} must have one entry for each of {len(dims)} stages")
+    for i, (dim, heads) in enumerate(zip(dims, num_heads, strict=True)):
+        if heads < 1 or dim % heads:
+            raise ValueError(f"num_heads {tuple(num_heads)}: {heads} heads do not divide the {dim} channels of stage "
+                             f"{i}; choose a divisor of {dim}")  # fmt: skip
 
 
 def resolve_padding(padding_mode: PaddingMode | None, adaptive: bool) -> PaddingMode:

@@ -12,7 +12,7 @@ import re
 import tempfile
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 __all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "HubModel", "compile_options", "load_weights", "read_config",
-           "resolve_file", "upload_directory"]  # fmt: skip
+           "read_fields", "resolve_file", "upload_directory"]  # fmt: skip
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -208,6 +208,22 @@ def check_types(cls: type[HubModel], config: dict[str, Any], where: str) -> None
         if not _fits(value, hints[key]):
             shown = str(hints[key]) if typing.get_origin(hints[key]) else hints[key].__name__
             raise ValueError(f"config of {where}: {key} is {value!r}, expected {shown}")
+
+
+def read_fields(kind: type, keys: Sequence[str], path: Path) -> dict[str, Any]:
+    """Read preprocessor_config.json: fields ``keys`` of a data class, each of its type, sizes and scales positive."""
+    stored, hints = read_config(path), typing.get_type_hints(kind)
+    if unknown := sorted(set(stored) - set(keys)):
+        raise ValueError(f"{path} has unknown keys {str(unknown)[:100]}: {kind.__name__} takes {list(keys)}")
+    if "size" not in stored:
+        raise ValueError(f"{path} names no size: expected [height, width]")
+    for key, value in stored.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not _fits(value, hints[key]) or (key != "mean" and any(n is not None and n <= 0 for n in numbers)):
+            positive = "" if key == "mean" else ", positive"
+            raise ValueError(f"{path}: {key} is {str(value)[:80]}, expected {hints[key]}{positive}: mend the file, or "
+                             "save the model again")  # fmt: skip
+    return stored
 
 
 def _fits(value: Any, annotation: Any) -> bool:

@@ -7,7 +7,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from ..anchors import ConvAnchor, MergeAnchor, WindowAnchor
-from .classifier import Classifier, Stages, to_pair
+from .classifier import Classifier, Stages, check_heads, to_pair
 from .embedding import PatchEmbed
 from .windows import shifted_window_mask, window_shift
 
@@ -38,6 +38,7 @@ class WindowedClassifier(Classifier):
         super().__init__(arguments, multiple=multiple, anchors=ANCHORS)
         self.windows = windows
         self.dims = [arguments["embed_dim"] * 2**i for i in range(len(depths))]
+        check_heads(self.dims, arguments["num_heads"])
         self.num_features = self.dims[-1]
         self.feature_info = [
             {"num_chs": dim, "reduction": stride, "module": f"layers.{i}"}
