@@ -218,10 +218,9 @@ class MViTv2(Classifier):
         patches: Any = {"size": patch_kernel, "stride": patch_stride, "padding": patch_kernel // 2, "norm": False}
         self.patch_embed = PatchEmbed(in_chans=in_chans, dim=embed_dim, padding_mode=self.padding_mode, **patches)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        height, width = self.img_size
         self.stages = nn.ModuleList(
             MViTv2Stage(dim=dims[max(i - 1, 0)], out_dim=dims[i], depth=depths[i],
-                        size=(height // strides[i], width // strides[i]), stride_q=stride_q[i],
+                        size=(self.img_size[0] // strides[i], self.img_size[1] // strides[i]), stride_q=stride_q[i],
                         stride_kv=strides_kv[i], num_heads=num_heads * 2**i, mlp_ratio=mlp_ratio, drop_path=rates[i],
                         padding_mode=self.padding_mode, circular=adaptive)
             for i in range(len(depths))
