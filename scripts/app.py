@@ -3,7 +3,8 @@
 Choose a digit or upload an image; drag it with the sliders or the arrow keys. For each model the page shows the
 probabilities, whether the logits are bit-identical to those in place, and how far every token has strayed from what it
 was in place. It needs gradio (``pip install 'shift-equivariant-vits[app]'``) and no network: the models are embedded,
-and the page asks nobody but its own server.
+and the page asks nobody but its own server. On ``--host 0.0.0.0`` strangers are held to quotas: bytes of a file, pixels
+of an image, jobs in the queue (413 and 429 otherwise).
 """
 
 import argparse
@@ -11,6 +12,7 @@ import base64
 import html
 import io
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +31,17 @@ from common.data.sources import decode_image
 from common.data.splits import load_digits_data
 from common.models.classifier import Classifier
 from common.models.hub import resolve_file
+from common.publishing.quotas import Quotas
 from common.shifts import circular_shift, roll
 
 CHECKPOINTS = Path(swin.__file__).parent / "checkpoints"
 SCALE = 1.5  # the error that is drawn brightest: two unrelated tokens of typical size lie 1.4 apart
 BARS = 10
+
+# what one stranger, or all of them, may ask of the page
+MAX_BYTES = 2**24  # of a file
+MAX_PIXELS = 25_000_000  # of an image, by its header: a small file may unfold to gigabytes
+JOBS_PER_CLIENT, JOBS = 8, 64  # that wait or run
 
 
 @dataclass(frozen=True)
@@ -88,11 +96,11 @@ def load_examples(preprocess: Preprocess) -> list[Tensor]:
 def read_upload(content: bytes, preprocess: Preprocess) -> Tensor:
     """A stranger's file -> (1, 3, H, W) uint8, or a ValueError that says what is wrong with it."""
     try:
-        return fit(decode_image(content), preprocess)
+        return fit(decode_image(content, MAX_PIXELS), preprocess)
     except Exception as error:  # decoders fail in many ways
         reason = "unknown format" if isinstance(error, UnidentifiedImageError) else str(error).rstrip(".")
-        raise ValueError(f"This file cannot be shown ({reason}). Choose a whole PNG, JPEG, WebP or BMP image of less "
-                         "than 90 million pixels.") from None  # fmt: skip
+        raise ValueError(f"This file cannot be shown ({reason}). Choose a whole PNG, JPEG, WebP or BMP image of at "
+                         f"most {MAX_PIXELS // 10**6} million pixels.") from None  # fmt: skip
 
 
 @torch.no_grad()
@@ -258,6 +266,27 @@ def build_page(sides: tuple[Side, Side]) -> Any:
     return page
 
 
+def count_jobs(page: Any) -> Counter[str]:
+    """What waits in the page's queue and what runs, by client."""
+    queue = page._queue
+    events = [event for each in queue.event_queue_per_concurrency_id.values() for event in each.queue]
+    events += [event for job in queue.active_jobs if job is not None for event in job]
+    return Counter(event.request.client.host if event.request.client else "" for event in events)
+
+
+def serve(page: Any, host: str, port: int) -> None:
+    """Start the page's server, in a thread, within the quotas."""
+    import gradio as gr
+    from starlette.middleware import Middleware
+
+    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    quotas = Middleware(Quotas, jobs=lambda: count_jobs(page), max_bytes=MAX_BYTES + 2**16, per_client=JOBS_PER_CLIENT,
+                        in_all=JOBS)  # fmt: skip
+    page.launch(server_name=host, server_port=port, share=False, ssr_mode=False, max_file_size=MAX_BYTES,
+                footer_links=[], theme=theme, css=CSS, quiet=True, prevent_thread_lock=True,
+                app_kwargs={"middleware": [quotas]})  # fmt: skip
+
+
 def step(name: str, by: int, side: int) -> str:
     """JavaScript: a slider's value moved by ``by``, back on the other side as the image is. Whatever was typed beside
     the slider (nothing, a fraction, too much) becomes a shift."""
@@ -276,16 +305,14 @@ def main() -> None:
 
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False"}  # before gradio is imported
     try:
-        import gradio as gr
+        import gradio  # noqa: F401
     except ImportError as error:
         raise SystemExit(f"the page needs gradio ({error}): pip install 'shift-equivariant-vits[app]'") from None
     try:
         page = build_page(load_sides(args.default, args.adaptive))
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-    page.launch(server_name=args.host, server_port=args.port, share=False, ssr_mode=False, max_file_size="32mb",
-                footer_links=[], theme=theme, css=CSS, quiet=True, prevent_thread_lock=True)  # fmt: skip
+    serve(page, args.host, args.port)
     print(f"http://{args.host}:{args.port} (stop with Ctrl-C)", flush=True)
     page.block_thread()
 
