@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from common import create_model, kernels
 from common.anchors import ConvAnchor, KeysAndValues, MergeAnchor, ProjectionAnchor, WindowAnchor, best_offset
 from common.anchors.energy import at_every_position, phase_energies
+from common.kernels.cards import Card, assumed
 from common.models.windows import shifted_window_mask
 from common.ops import attend_in_windows, merge_patches
 from common.ops.choice import moments
@@ -112,6 +113,23 @@ def test_compilers_see_one_graph(name: str, expected: dict[str, int]) -> None:
 
     trace(name, see, 128)
     assert found == expected
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_card_with_less_memory_gets_fewer_kernels() -> None:
+    """Else no adaptive model runs on it at all."""
+    found: Counter[str] = Counter()
+
+    def see(graph: GraphModule, inputs: list[Tensor]) -> Any:
+        called = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        found.update(target.split(".")[1] for target in called if target.startswith("shift_vits."))
+        return lambda *args: (torch.zeros(128, 1000),)
+
+    expected = {**IMAGE, **WINDOWS, "best_phase": 3, "add_norm": 12, "canonical_place": 0, "token_choice": 1,
+                "token_energies": 1, "merged_product": 1}  # fmt: skip
+    with assumed(Card("RTX 4090", 89, 101_376)):
+        trace("a_swin_tiny", see, 128)
+    assert {name: found[name] for name in expected} == expected
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""Where Triton kernels can run, and how they are launched."""
+"""Where Triton kernels can run, how they are launched, and what is known of those that fail."""
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -9,38 +10,70 @@ import torch
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
+from . import cards
+
 try:
     import triton
     import triton.language as tl
 except ImportError:  # no Triton: the torch forms do everything
     AVAILABLE = False
 else:
-    AVAILABLE = True
+    AVAILABLE = torch.version.hip is None  # on AMD's cards nobody has shown that kernels are right
 
 __all__ = [
     "AVAILABLE",
     "ENABLED",
     "INTERPRETED",
     "PLAIN",
+    "KernelError",
+    "compiled_kernels",
     "launch",
     "next_power_of_2",
     "operator",
     "pieces",
     "product_dtype",
+    "report",
     "usable",
 ]  # fmt: skip
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ENABLED = True  # False: the torch forms everywhere, to compare with
+ENABLED = os.environ.get("SHIFT_VITS_KERNELS") != "0"  # False: the torch forms everywhere, to compare with
 PLAIN = {Tensor, nn.Parameter}  # tensors with data: nothing sharded, and no stand-in while a graph is recorded
 _COMPILED: dict[tuple, tuple[Any, list]] = {}
+_REPORTED: set[str] = set()
+
+
+class KernelError(RuntimeError):
+    """A kernel that could not be compiled or launched, by name, where that was, and why."""
+
+    def __init__(self, kernel: str, where: str, why: BaseException) -> None:
+        reason = (str(why).strip() or type(why).__name__).splitlines()[0]
+        super().__init__(
+            f"kernel {kernel} failed on {where}: {type(why).__name__}: {reason}. With SHIFT_VITS_KERNELS=0 in the "
+            f"environment no kernel is used; scripts/doctor.py says what runs here."
+        )
+        self.kernel = kernel
+
+
+def report(error: KernelError, operation: str) -> None:
+    """Warn of a kernel that failed, once in a process; raise with SHIFT_VITS_STRICT=1 in the environment."""
+    if os.environ.get("SHIFT_VITS_STRICT") == "1":
+        raise error
+    if error.kernel not in _REPORTED:
+        _REPORTED.add(error.kernel)
+        warnings.warn(f"{error} From now on {operation} runs in its torch form.", stacklevel=4)
 
 
 def usable(x: Tensor) -> bool:
     """Whether kernels can run where ``x`` lies."""
-    return AVAILABLE and ENABLED and (x.is_cuda or INTERPRETED)
+    return AVAILABLE and ENABLED and ((x.is_cuda and _modern(x)) or INTERPRETED)
+
+
+def _modern(x: Tensor) -> bool:
+    """Whether a card runs kernels: one without bfloat16 does where nothing is multiplied in it."""
+    return cards.runs(x) or (product_dtype(x) != torch.bfloat16 and cards.runs(x, bf16=False))
 
 
 def operator(name: str) -> Callable[[Launcher], Launcher]:
@@ -71,15 +104,27 @@ def _real(x: Any) -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run a kernel of these arguments, all but ``constants``, the first of them a tensor. Triton takes long to find out
-    what it has compiled for them, so that is remembered here."""
-    if INTERPRETED or not _real(args[0]):
-        (kernel if INTERPRETED else wrap_triton(kernel))[grid](*args, **constants)
+    """Run a kernel of these arguments, all but ``constants``, the first of them a tensor. What compilers and drivers
+    raise is a ``KernelError`` then, which operations know how to meet."""
+    if not INTERPRETED and not _real(args[0]):
+        wrap_triton(kernel)[grid](*args, **constants)
+        return
+    try:
+        _launch(kernel, grid, *args, **constants)
+    except Exception as error:
+        device = args[0].device
+        raise KernelError(kernel.__name__, f"{cards.card_of(device).name} ({device})", error) from error
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Triton takes long to find out what it has compiled for these arguments, so that is remembered here."""
+    if INTERPRETED:
+        kernel[grid](*args, **constants)
         return
     device = args[0].device
     if device.index != torch.cuda.current_device():  # Triton would take that one
         with torch.cuda.device(device):
-            return launch(kernel, grid, *args, **constants)
+            return _launch(kernel, grid, *args, **constants)
     like = [(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args]
     key = kernel.fn, device.index, *like, *constants.items()
     if key not in _COMPILED:
@@ -89,6 +134,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         return
     compiled, others = _COMPILED[key]
     compiled[(*grid, 1, 1)[:3]](*args, *others)
+
+
+def compiled_kernels() -> list[tuple[str, Any]]:
+    """Names of the kernels that this process has compiled outside of graphs, and what Triton says of each."""
+    return [(str(getattr(key[0], "__name__", key[0])), compiled) for key, (compiled, _) in _COMPILED.items()]
 
 
 def next_power_of_2(n: int) -> int:

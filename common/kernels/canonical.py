@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .base import AVAILABLE, launch, next_power_of_2, operator, usable
+from .cards import holds
 from .pixels import is_packed, packed
 from .sketching import new_sketch
 
@@ -23,8 +24,15 @@ TILES = {"read": 1024, "read warps": 8, "choose warps": 8, "side": 256, "hash": 
 
 
 def fits_canonical_kernel(x: Tensor) -> bool:
-    """Whether ``canonical_offset`` takes these images: floating point, at most 16 channels."""
-    return usable(x) and x.is_floating_point() and 0 < x.shape[1] <= 16 and x.numel() > 0
+    """Whether ``canonical_offset`` takes these images: floating point, at most 16 channels, of which a tile fits."""
+    few = usable(x) and x.is_floating_point() and 0 < x.shape[1] <= 16 and x.numel() > 0
+    across, down = (min(TILES["side"], max(16, next_power_of_2(side))) for side in (x.shape[3], x.shape[2]))
+    return few and holds(x, "_choose", choose_memory(across, down))
+
+
+def choose_memory(n: int, k: int) -> int:
+    """Bytes of a program of ``_choose``: a tile of pixels and its digits, and what is added up among its threads."""
+    return 2 * k * (n + 16) + 16_384
 
 
 if AVAILABLE:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, usable
+from .cards import holds
 
 if AVAILABLE:
     import triton
@@ -32,7 +33,15 @@ def fits_convolved(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool
     few = weight.shape[1] == x.shape[3] <= CHANNELS and x.shape[3] % 16 == 0
     few = few and len(weight) <= OUTPUTS and len(weight) % -(-len(weight) // BLOCK) == 0
     even = x.shape[1] % 2 == 0 and x.shape[2] % 2 == 0 and x.numel() > 0
-    return usable(x) and half and known and few and even and x.is_contiguous() and not torch.is_grad_enabled()
+    if not (half and known and few and even and usable(x)) or not x.is_contiguous() or torch.is_grad_enabled():
+        return False
+    return holds(x, "_convolved", *convolved_memory(x.shape[3], len(weight)))
+
+
+def convolved_memory(channels: int, outputs: int) -> tuple[int, int, int]:
+    """Of a program of ``_convolved``: bytes held, bytes of a stage, tokens and weights, and stages."""
+    tile = FEW if channels <= 128 else MANY
+    return 0, 2 * tile["K"] * (tile["T"] + next_power_of_2(-(-outputs // -(-outputs // BLOCK)))), tile["num_stages"]
 
 
 if AVAILABLE:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator
+from .cards import holds
 from .pixels import fits_image_windows, is_packed
 
 if AVAILABLE:
@@ -49,15 +50,18 @@ def fits_image_tokens(x: Tensor, weight: Tensor, stride: int, dtype: torch.dtype
     size, half = weight.shape[-1], dtype in (torch.bfloat16, torch.float16) or INTERPRETED
     few = half and len(weight) <= 256 and not torch.is_grad_enabled() and fits_image_windows(x, size, stride)
     near = size > stride or is_packed(x)
-    return few and _held(len(weight), TOKENS, _pieces(x.shape[1], near, size, stride, len(weight), TOKENS), near)
+    cut = _pieces(x.shape[1], near, size, stride, len(weight), TOKENS)
+    need = _memory(len(weight), TOKENS, cut, near)
+    return few and need <= MEMORY and holds(x, "_image_tokens", need)
 
 
 def fits_image_phases(x: Tensor, rows: int, size: int, stride: int) -> bool:
     """Whether ``image_phases`` takes a kernel of so many rows (outputs), size x size: 16-128 outputs (phases times
     rows), small windows."""
     window, outputs = size + stride - 1, rows * stride**2
-    held = _held(outputs, PHASES, _pieces(x.shape[1], True, window, stride, outputs, PHASES), True)
-    return outputs in (16, 32, 64, 128) and window <= 16 and held and fits_image_windows(x, window, stride)
+    need = _memory(outputs, PHASES, _pieces(x.shape[1], True, window, stride, outputs, PHASES), True)
+    few = outputs in (16, 32, 64, 128) and window <= 16 and need <= MEMORY
+    return few and fits_image_windows(x, window, stride) and holds(x, "_image_phases", need)
 
 
 def _pieces(channels: int, near: bool, size: int, stride: int, outputs: int, how: dict[str, Any]) -> dict[str, int]:
@@ -89,11 +93,11 @@ def _many(outputs: int, bands: int) -> int:
     return int(bands * outputs > 128)
 
 
-def _held(outputs: int, how: dict[str, Any], cut: dict[str, int], near: bool) -> bool:
-    """Whether a program can hold all weights, and what it reads for a row, for those on their way and one more."""
+def _memory(outputs: int, how: dict[str, Any], cut: dict[str, int], near: bool) -> int:
+    """Bytes of a program that holds all weights, and what it reads for a row, for those on their way and one more."""
     stages = how["num_stages"][_many(outputs, cut["BANDS"])]
     read = how["cells"][0] * (stages + 1) * (2 if near else 4)  # bytes of packed numbers, or in planes
-    return _length(cut) * (2 * max(16, outputs) * cut["BANDS"] + read) <= MEMORY
+    return _length(cut) * (2 * max(16, outputs) * cut["BANDS"] + read)
 
 
 def in_pieces(weight: Tensor, x: Tensor, stride: int, phases: bool = False) -> Tensor:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.library import register_autograd
 
 from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, usable
+from .cards import holds
 
 if AVAILABLE:
     import triton
@@ -37,7 +38,15 @@ def fits_merged_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     all."""
     half = dtype in (torch.bfloat16, torch.float16) or INTERPRETED
     plain = half and len(weight) <= OUTPUTS and weight.is_contiguous() and not isinstance(weight, DTensor)
-    return plain and not torch.is_grad_enabled() and fits_merge_kernel(x)
+    if not plain or torch.is_grad_enabled() or not fits_merge_kernel(x):
+        return False
+    patches = x.shape[0] * (x.shape[1] // 2) * (x.shape[2] // 2)
+    return holds(x, "_merged_product", *product_memory(_tiles(patches, weight.shape[1] // 4, len(weight))))
+
+
+def product_memory(tiles: dict[str, int]) -> tuple[int, int, int]:
+    """Of a program of ``_merged_product``: bytes held, bytes of a stage, patches and weights, and stages."""
+    return 0, 2 * tiles["K"] * (tiles["T"] + tiles["MORE"] + tiles["N"] + tiles["REST"]), tiles["num_stages"]
 
 
 if AVAILABLE:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, usable
+from .cards import holds
 from .choices import best_phase
 
 if AVAILABLE:
@@ -65,8 +66,29 @@ def fits_token_scores(x: Tensor, outputs: int, side: int, padding: int, channels
     ``fits_token_kernel`` holds: half precision, known channels, 4 outputs, a 2 x 2 kernel without padding or a 3 x 3
     kernel with 1."""
     half = x.dtype in (torch.bfloat16, torch.float16) or INTERPRETED
-    dense = x.stride()[1:] == (x.shape[2] * x.shape[3], x.shape[3], 1)
-    return half and (channels or x.shape[3]) in READINGS and outputs == 4 and padding == side - 2 and dense
+    dense, c = x.stride()[1:] == (x.shape[2] * x.shape[3], x.shape[3], 1), channels or x.shape[3]
+    if not (half and c in READINGS and outputs == 4 and padding == side - 2 and dense):
+        return False
+    by_rows = c > 128 or holds(x, "_token_rows", *rows_memory(c, side))
+    return by_rows and holds(x, "_token_scores", *scores_memory(c, side))
+
+
+def scores_memory(channels: int, side: int) -> tuple[int, int, int]:
+    """Of a program of ``_token_scores``: bytes of taps and of what threads exchange, bytes of a stage, and stages."""
+    how, n = READINGS[channels], 32 if side == 2 else 64
+    if how.chunk:
+        return 0, 2 * how.chunk * (how.pairs + n), how.stages
+    return 2 * n * (2 * channels + how.pairs), 4 * how.pairs * channels, how.stages
+
+
+def rows_memory(channels: int, side: int) -> tuple[int, int, int]:
+    """The same of ``_token_rows``."""
+    n = 32 if side == 2 else 64
+    return n * (4 * channels + PAIRS), 4 * PAIRS * channels, _row_stages(channels)
+
+
+def _row_stages(channels: int) -> int:
+    return min(6, 384 // channels)
 
 
 def _strip(images: int, rows: int, stride: int) -> int:
@@ -403,7 +425,7 @@ def _by_rows(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, side: int, str
     out = torch.empty((b, h // rows, 2, stride, stride), dtype=torch.float32, device=x.device)
     launch(_token_rows, (groups * h // rows,), x, taps, bias, wave, out, b, h // rows, x.stride(0), bias.stride(0),
            HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side, STRIDE=stride, PARTS=parts, ROWS=rows, SLOT=slot, T=PAIRS,
-           P=next_power_of_2(parts), num_warps=4, num_stages=min(6, 384 // c))  # fmt: skip
+           P=next_power_of_2(parts), num_warps=4, num_stages=_row_stages(c))  # fmt: skip
     return out
 
 
