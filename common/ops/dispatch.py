@@ -1,17 +1,30 @@
-"""The one rule by which an operation runs as a kernel or as its reference."""
+"""The one rule by which an operation runs as a kernel or as its reference, and what happens when a kernel fails.
+
+A kernel may fail to compile or to launch on a card that nobody has tried. Outside of graphs, its operation is then
+computed by the reference, for good in this process, and a warning says so once. Graphs that are traced later have the
+reference, too; graphs that are compiled already are left as they are.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from ..kernels import base
-from ..kernels.base import product_dtype, usable
+import torch
+from torch import Tensor
 
-__all__ = ["op", "product_dtype", "reference"]
+from ..kernels import base, cards
+from ..kernels.base import KernelError, product_dtype, report, usable
+
+__all__ = ["failed", "gradients", "guarded", "op", "product_dtype", "reference", "watched"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Watcher = Callable[[str, Callable[..., Any] | None, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_FAILED: set[str] = set()  # operations that run as their references
+_REHEARSED: set[tuple[Any, ...]] = set()  # operations and shapes whose backward has run
+_WATCHER: Watcher | None = None
 
 
 def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -23,15 +36,107 @@ def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable
     """
 
     def beside(plain: Callable[P, T]) -> Callable[P, T]:
+        name = plain.__name__.strip("_")
+
         @wraps(plain)
         def operation(*args: Any, **kwargs: Any) -> T:
-            run = kernel if usable(args[0]) and fits(*args, **kwargs) else plain
-            return run(*args, **kwargs)
+            if not (usable(args[0]) and fits(*args, **kwargs) and _works(name)):
+                watch = None if torch.compiler.is_compiling() or not base.ENABLED else _WATCHER
+                return plain(*args, **kwargs) if watch is None else watch(name, None, plain, args, kwargs)
+            if torch.compiler.is_compiling():
+                return kernel(*args, **kwargs)
+            return _attempt(name, kernel, plain, args, kwargs)
 
         operation.reference = plain  # type: ignore[attr-defined]
         return operation
 
     return beside
+
+
+def guarded(function: Callable[P, T]) -> Callable[P, T]:
+    """Of a function that chooses among kernels itself: if one fails, it is called again, without any."""
+    name = function.__name__.strip("_")
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        if not _works(name):
+            return plain(*args, **kwargs)
+        if torch.compiler.is_compiling() or not base.ENABLED:
+            return function(*args, **kwargs)
+        return _attempt(name, function, plain, args, kwargs)
+
+    def plain(*args: Any, **kwargs: Any) -> T:
+        with reference():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@torch.compiler.assume_constant_result  # what has failed stays so: graphs need not check it
+def _works(name: str) -> bool:
+    return name not in _FAILED
+
+
+def failed() -> set[str]:
+    """Operations of which a kernel has failed in this process: they run as their references."""
+    return set(_FAILED)
+
+
+def _attempt(name: str, kernel: Callable[..., T], plain: Callable[..., T], args: tuple[Any, ...],
+             kwargs: dict[str, Any]) -> T:  # fmt: skip
+    """What the kernel gives or, if it fails, the reference, and that from now on."""
+    try:
+        if _WATCHER is not None:
+            return _WATCHER(name, kernel, plain, args, kwargs)
+        if torch.is_grad_enabled():
+            _rehearse(name, kernel, args, kwargs)
+        return kernel(*args, **kwargs)
+    except KernelError as error:
+        report(error, name)
+        _FAILED.add(name)
+    return plain(*args, **kwargs)
+
+
+def _rehearse(name: str, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run an operation forward and backward, once for its shapes, on a card where nobody has tried it: if its backward
+    fails, the reference can still take over, as in the midst of a backward pass it could not."""
+    given = [arg for arg in args if isinstance(arg, Tensor)]
+    if not given or cards.tuned(given[0]) or not any(arg.requires_grad for arg in given):
+        return
+    key = name, *((arg.shape, arg.dtype, arg.requires_grad) for arg in given)
+    if key not in _REHEARSED:
+        _REHEARSED.add(key)
+        gradients(kernel, args, kwargs)
+
+
+def gradients(function: Callable[..., Any], args: tuple[Any, ...],
+              kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:  # fmt: skip
+    """Tensors that a function returns, and the gradients of a fixed combination of them by those arguments that
+    need one, in a graph of their own: nothing is left behind, neither in ``.grad`` nor in a checkpoint that is being
+    recorded."""
+    apart = [arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, Tensor) else arg for arg in args]
+    inputs = [arg for arg in apart if isinstance(arg, Tensor) and arg.requires_grad]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        result = function(*apart, **kwargs)
+        every = [t for t in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(t, Tensor)]
+        outputs = [t for t in every if t.requires_grad]
+        if not inputs or not outputs:
+            return every, []
+        generator = torch.Generator(outputs[0].device).manual_seed(0)
+        along = [torch.randn(t.shape, generator=generator, device=t.device).to(t.dtype) for t in outputs]
+        return every, list(torch.autograd.grad(outputs, inputs, along, allow_unused=True))
+
+
+@contextmanager
+def watched(watcher: Watcher | None) -> Iterator[None]:
+    """Outside of graphs, have every operation called by ``watcher(name, kernel, reference, args, kwargs)``, the kernel
+    None where it does not fit: to compare the two."""
+    global _WATCHER
+    before, _WATCHER = _WATCHER, watcher
+    try:
+        yield
+    finally:
+        _WATCHER = before
 
 
 @contextmanager

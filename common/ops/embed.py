@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
+from .dispatch import guarded
 from .roll import convolve, roll
 from .strided import Strided
 from .weights import is_plain
@@ -18,6 +19,7 @@ def embedded(x: Tensor, packed: Tensor) -> Tensor:
     return x if torch.is_grad_enabled() else packed
 
 
+@guarded
 def embed(conv: nn.Conv2d, x: Tensor, origin: Tensor | None = None, norm: nn.LayerNorm | None = None,
           direction: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """``conv`` of an image or of tokens, read from ``origin`` (B, 2) in [0, side) on if there is one, channels-last,

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import kernels
-from .dispatch import op, product_dtype
+from .dispatch import guarded, op, product_dtype
 from .merge_energy import MergeWeights, Merging, Mergings, merging_dtype
 from .roll import roll
 from .weights import is_plain
@@ -37,6 +37,7 @@ def merge_patches(x: Tensor, origin: Tensor | None = None, norm: nn.LayerNorm | 
     return x if norm is None else norm(x)
 
 
+@guarded
 def reduce_patches(x: Tensor, origin: Tensor | None, norm: nn.LayerNorm | None, reduction: nn.Linear,
                    weights: MergeWeights | None = None,
                    direction: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -60,8 +61,8 @@ def reduce_patches(x: Tensor, origin: Tensor | None, norm: nn.LayerNorm | None, 
             sums, squares, _ = kernels.token_moments(x, norm.weight).unbind(1)
     if weights is None or weights.scaled is None:
         weights = Mergings(x, [Merging(reduction, norm)], None).take(reduction)
-    assert weights is not None
-    assert weights.scaled is not None  # merging_dtype says so
+    if weights is None or weights.scaled is None:  # the kernel that makes them has failed
+        return reduction(merge_patches(x, origin, norm)), None
     folded = None if norm is None else weights.folded
     tokens, moments = kernels.merged_product(x, origin, weights.scaled, folded, sums, squares, eps, direction)
     return tokens, moments if len(moments) else None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from .dispatch import product_dtype
+from .dispatch import guarded, product_dtype
 from .energy import Scoring, best_of_tokens, combination, plain_taps
 from .strided import Strided
 from .weights import gathered, is_plain, product
@@ -87,9 +87,16 @@ class Mergings:
     def take(self, reduction: nn.Linear) -> MergeWeights | None:
         """Those of the merging with this projection, if kernels make them."""
         if self.made is None and self.given is not None:
-            self.made = [_weights(self.given, i, one) for i, one in enumerate(kernels.merging_weights(self.given))]
+            self.made = merging_weights(self.given)
         which = [i for i, merging in enumerate(self.mergings) if merging.reduction is reduction]
         return self.made[which[0]] if self.made and which else None
+
+
+@guarded
+def merging_weights(given: "kernels.Mergings") -> list[MergeWeights]:
+    """What is made of the weights of mergings; of none where kernels are off."""
+    made = kernels.merging_weights(given) if kernels.usable(given.weights[0]) else []
+    return [_weights(given, i, one) for i, one in enumerate(made)]
 
 
 def _weights(given: "kernels.Mergings", i: int, made: tuple[Tensor, ...]) -> MergeWeights:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
+from .dispatch import guarded
 from .weights import is_plain
 
 __all__ = ["circular_pad", "convolve", "reads_from_origin", "roll"]
@@ -49,6 +50,7 @@ class _Roll(torch.autograd.Function):
         return _Roll.apply(grad, sides - offset, ctx.dims), None, None
 
 
+@guarded
 def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1), within: bool = False) -> Tensor:
     """Roll every sample by its own offset: ``y[b, h, w] = x[b, h + offset[b, 0], w + offset[b, 1]]`` on the torus.
 

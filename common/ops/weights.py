@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import kernels
+from .dispatch import guarded
 
 __all__ = ["gathered", "is_plain", "kernel_weights", "normed_kernel_weights", "product"]
 
@@ -45,6 +46,7 @@ def normed_kernel_weights(convs: Sequence[nn.Conv2d], norms: Sequence[nn.BatchNo
     return torch.cat([taps * scale[:, None], (shift - mean * scale)[:, None]], 1)
 
 
+@guarded
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of a few rows and weights, not in autocast's precision; a compiler makes it one pass with what is next."""
     if kernels.fits_sketch(a, b):
