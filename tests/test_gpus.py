@@ -243,6 +243,34 @@ def test_where_kernels_were_tuned_all_fit() -> None:
     assert set(cards.refused()) == {"_choose"}
 
 
+@pytest.mark.skipif(kernels.INTERPRETED, reason="kernels run there")
+def test_doctor_says_that_there_is_no_gpu(call: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    call("scripts/doctor.py", "--device", "cpu")
+    said = capsys.readouterr().out
+    assert torch.__version__ in said
+    assert "every operation runs in its torch form" in said
+
+
+@interpreted
+def test_doctor_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, call: Callable[..., None],
+                                     capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """One that does not fail but computes something else is what nothing but a comparison can find."""
+    launch = base._launch
+
+    def run(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
+        launch(kernel, grid, *args, **constants)
+        if kernel.__name__ == "_rolled_merge_backward":
+            args[4].mul_(1.1)  # gradients of tokens
+
+    monkeypatch.setattr(base, "_launch", run)
+    with pytest.raises(AssertionError, match="Wrong: merge_patches \\(backward\\), reduce_patches \\(backward\\)\\."):
+        call("scripts/doctor.py", "--model", "a_swin_micro", "--batch", "1", "--precision", "float32", "--device",
+             "cpu")  # fmt: skip
+    said = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert sum("WRONG" in cell for line in said for cell in line) == 2
+    assert ["roll", "right"] in [[line[1].strip(), line[-2].strip()] for line in said]
+
+
 QUICK = "choose 224", "merged product 192", "scores of tokens 64"
 
 
