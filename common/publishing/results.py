@@ -106,6 +106,11 @@ def changes_of(results: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
+def _word(value: Any) -> str:
+    """A model argument as ``--model_args`` reads it."""
+    return ",".join(map(str, value)) if isinstance(value, list) else json.dumps(value).strip('"')
+
+
 def command(results: Mapping[str, Any]) -> str:
     """The command line that trains a run again: its recipe, and what was changed of it."""
     words = [f"accelerate launch {package_of(results['model'])}/train.py"]
@@ -113,9 +118,11 @@ def command(results: Mapping[str, Any]) -> str:
     shown = public_results(results)["settings"]
     for key in changes_of(results):
         value = shown[key]
-        if isinstance(value, bool):
+        if key == "model_args":
+            words.append("--model_args " + " ".join(f"{name}={_word(each)}" for name, each in value.items()))
+        elif isinstance(value, bool):
             words.append(f"--{key}" if value else f"--no-{key}")
-        elif value is not None and key != "model_args":
+        elif value is not None:
             words.append(f"--{key} {' '.join(map(str, value)) if isinstance(value, list) else value}")
     if results.get("precision", "no") != "no":
         words.append(f"--mixed_precision {results['precision']}")
