@@ -93,12 +93,13 @@ def trace(name: str, backend: Callable[..., Any], batch: int, learning: bool = F
 
 @pytest.mark.usefixtures("pretended_gpu")
 @pytest.mark.parametrize(("name", "expected"), [
-    ("swin_tiny", {"image_tokens": 1, "window_attention": 12, "gelu": 12, "add_norm": 12}),
+    pytest.param("swin_tiny", {"image_tokens": 1, "window_attention": 12, "gelu": 12, "add_norm": 12},
+                 marks=pytest.mark.slow),
     ("a_swin_tiny", {**IMAGE, **WINDOWS, "best_phase": 2, "add_norm": 12}),
-    ("a_swinv2_tiny", {**IMAGE, **WINDOWS, "best_phase": 2}),
-    ("a_cvt_13", {**IMAGE, "best_phase": 3, "token_scores": 2, "token_choice": 3, "depthwise_norm": 26,
+    pytest.param("a_swinv2_tiny", {**IMAGE, **WINDOWS, "best_phase": 2}, marks=pytest.mark.slow),
+    pytest.param("a_cvt_13", {**IMAGE, "best_phase": 3, "token_scores": 2, "token_choice": 3, "depthwise_norm": 26,
                   "gelu": 13, "add_norm": 17, "depthwise_taps": 3, "convolution_taps": 2, "convolved": 2,
-                  "normed_taps": 13}),
+                  "normed_taps": 13}, marks=pytest.mark.slow),
     ("a_mvitv2_tiny", {**IMAGE, "best_phase": 3, "token_scores": 2, "token_choice": 3, "pooled": 30,
                        "positioned": 10, "pooled_maximum": 3, "gelu": 10, "add_norm": 10, "pooled_taps": 1}),
 ])  # fmt: skip
