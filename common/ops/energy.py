@@ -14,7 +14,7 @@ from .choice import best_offset, moments
 from .dispatch import op
 from .roll import roll
 from .strided import Strided
-from .weights import gathered, product
+from .weights import gathered
 
 __all__ = ["ConvEnergy", "Energy", "Scoring", "affine_combined", "best_of_tokens", "best_phase", "combination",
            "image_needs"]  # fmt: skip
@@ -34,6 +34,8 @@ class Scoring(Protocol):
 
     @property
     def signed(self) -> bool: ...
+
+    def combined(self, weight: Tensor) -> Tensor: ...
 
 
 class Energy(Protocol):
@@ -84,8 +86,7 @@ def affine_combined(scoring: Scoring, weight: Tensor, bias: Tensor | None) -> tu
     if bias is not None and kernels.fits_sketch(mixing, weight, bias):
         mixed, constant = kernels.sketched(mixing, weight.flatten(1), bias)
         return mixed.unflatten(1, weight.shape[1:]), constant
-    mixed = product(mixing, weight.flatten(1)).unflatten(1, weight.shape[1:])
-    return mixed, None if bias is None else product(mixing, bias[:, None])[:, 0]
+    return scoring.combined(weight), None if bias is None else scoring.combined(bias)
 
 
 def best_of_tokens(x: Tensor, scoring: Scoring, outputs: int, conv: Strided, taps: Callable[[bool], Taps],

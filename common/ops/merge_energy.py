@@ -10,7 +10,7 @@ from .. import kernels
 from .dispatch import guarded, product_dtype
 from .energy import Scoring, best_of_tokens, combination, plain_taps
 from .strided import Strided
-from .weights import gathered, is_plain, product
+from .weights import gathered, is_plain
 
 __all__ = ["MergeEnergy", "MergeWeights", "Merging", "Mergings", "merging_dtype"]
 
@@ -144,9 +144,7 @@ class MergeEnergy:
     def combined(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Weights (r, C, 2, 2) of what is scored; with a norm their sums and what its bias adds, (r,) each."""
         reduction, norm = self.merging
-        weight = gathered(reduction.weight)
-        mixing = combination(self.scoring, len(weight), weight)
-        projection = weight if mixing is None else product(mixing, weight)  # r, 4C
+        projection = self.scoring.combined(gathered(reduction.weight))  # r, 4C
         weight = projection if norm is None else projection * gathered(norm.weight)
         kernel = weight.view(len(weight), 2, 2, -1).permute(0, 3, 2, 1)  # r, C, row, column
         if norm is None:
