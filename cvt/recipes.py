@@ -2,6 +2,10 @@
 
 Optimizer and schedule are the original's (AdamW, weight decay 0.05, no clipping, cosine decay after 5 of 300 epochs of
 warm-up, learning rate 2.5e-4 per GPU of 256 images), drop path 0.1 at the end of the last stage.
+
+Mixup of 0.8 and cutmix of 1.0 are the original's. The paper's tables of preprocessing do not name them, as they work on
+batches, but it trains with "default training settings", and without them no row comes near: Swin-T ends at 79.5 % top-1
+and 45 % C-Cons after 30 epochs (paper, 100 epochs: 90.2 and 83.3).
 """
 
 from dataclasses import replace
@@ -18,7 +22,7 @@ DIGITS = Recipe(model="a_cvt_micro", data="digits", epochs=50, batch_size=64, lr
 
 CIFAR10 = Recipe(model="a_cvt_13", data="uoft-cs/cifar10", epochs=100, batch_size=96, lr=2.5e-4, lr_batch=256,
                  warmup_epochs=5 / 3, warmup_lr=1e-6, min_lr=1e-5, clip_grad=0.0, label_smoothing=0.1, resize=256,
-                 flip=True,
+                 flip=True, mixup=0.8, cutmix=1.0,
                  model_args=PAPER,
                  target={"top1": 93.87, "c_cons": 100.0, "s_cons": 96.47})  # fmt: skip
 """CIFAR-10, circular and standard shifts (tab. class_cifar): 93.87 % top-1, 100.00 % C-Cons; 93.71 %, 96.47 % S-Cons.
@@ -59,7 +63,7 @@ uoft-cs/cifar10 --model_args adaptive=true``."""
 
 IMAGENET = Recipe(model="a_cvt_13", data="ILSVRC/imagenet-1k", epochs=300, batch_size=2048, lr=2.5e-4, lr_batch=256,
                   warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, clip_grad=0.0, label_smoothing=0.1,
-                  resize=256, flip=True, metrics=("top1", "c_cons"),
+                  resize=256, flip=True, mixup=0.8, cutmix=1.0, metrics=("top1", "c_cons"),
                   model_args=PAPER,
                   target={"top1": 77.05, "c_cons": 100.0})  # fmt: skip
 """ImageNet, circular shifts (tab. class_imagenet): 77.05 % top-1, 100.00 % C-Cons.
@@ -75,12 +79,12 @@ IMAGENET_DEFAULT = replace(IMAGENET, model="cvt_13", model_args={"padding_mode":
 """ImageNet, circular shifts, default model: 77.01 % top-1, 86.87 % C-Cons.
 The default model pads circularly, too, as all models do in the paper's circular setting."""
 
-IMAGENET_STANDARD = replace(IMAGENET, rand_augment="rand-m9-mstd0.5-inc1", erase=0.25, mixup=0.8, cutmix=1.0,
+IMAGENET_STANDARD = replace(IMAGENET, rand_augment="rand-m9-mstd0.5-inc1", erase=0.25,
                             crop=True, metrics=("top1", "s_cons"), target={"top1": 81.48, "s_cons": 93.41})  # fmt: skip
 """ImageNet, standard shifts (tab. class_imagenet): 81.48 % top-1, 93.41 % S-Cons.
 
-The size as above, no random crop, then a flip, RandAugment and random erasing (tab. supp_class_aug_standard_cvt), with
-the original's mixup of 0.8, cutmix of 1.0. S-Cons shifts the 256 x 256 image under the centre crop.
+The size as above, no random crop, then a flip, RandAugment and random erasing (tab. supp_class_aug_standard_cvt).
+S-Cons shifts the 256 x 256 image under the centre crop.
 
 ``accelerate launch --config_file scripts/accelerate/eight_gpus.yaml cvt/train.py --recipe imagenet_standard``
 """

@@ -2,6 +2,10 @@
 
 Optimizer and schedule are the original's (AdamW, weight decay 0.05, clipping at 1, cosine decay after 70 of 300 epochs
 of warm-up, learning rate 2.5e-4 x batch / 256), drop path 0.1 for tiny.
+
+Mixup of 0.8 and cutmix of 1.0 are the original's. The paper's tables of preprocessing do not name them, as they work on
+batches, but it trains with "default training settings", and without them no row comes near: Swin-T ends at 79.5 % top-1
+and 45 % C-Cons after 30 epochs (paper, 100 epochs: 90.2 and 83.3).
 """
 
 from dataclasses import replace
@@ -18,7 +22,7 @@ DIGITS = Recipe(model="a_mvitv2_micro", data="digits", epochs=40, batch_size=64,
 
 CIFAR10 = Recipe(model="a_mvitv2_tiny", data="uoft-cs/cifar10", epochs=100, batch_size=96, lr=2.5e-4, lr_batch=256,
                  warmup_epochs=70 / 3, warmup_lr=1e-8, min_lr=1e-6, clip_grad=1.0, label_smoothing=0.1, drop_path=0.1,
-                 resize=256, flip=True,
+                 resize=256, flip=True, mixup=0.8, cutmix=1.0,
                  model_args=PAPER,
                  target={"top1": 96.41, "c_cons": 100.0, "s_cons": 98.36})  # fmt: skip
 """CIFAR-10, circular and standard shifts (tab. class_cifar): 96.41 % top-1, 100.00 % C-Cons; 96.61 %, 98.36 % S-Cons.
@@ -45,7 +49,7 @@ CIFAR100_DEFAULT = replace(CIFAR10_DEFAULT, data="uoft-cs/cifar100",
 
 IMAGENET = Recipe(model="a_mvitv2_tiny", data="ILSVRC/imagenet-1k", epochs=300, batch_size=256, lr=2.5e-4, lr_batch=256,
                   warmup_epochs=70, warmup_lr=1e-8, min_lr=1e-6, clip_grad=1.0, drop_path=0.1, label_smoothing=0.1,
-                  resize=256, flip=True, metrics=("top1", "c_cons"),
+                  resize=256, flip=True, mixup=0.8, cutmix=1.0, metrics=("top1", "c_cons"),
                   model_args=PAPER,
                   target={"top1": 77.46, "c_cons": 100.0})  # fmt: skip
 """ImageNet, circular shifts (tab. class_imagenet): 77.46 % top-1, 100.00 % C-Cons.
@@ -61,12 +65,12 @@ IMAGENET_DEFAULT = replace(IMAGENET, model="mvitv2_tiny", model_args={"padding_m
 """ImageNet, circular shifts, default model: 77.36 % top-1, 90.03 % C-Cons.
 The default model pads circularly, too, as all models do in the paper's circular setting."""
 
-IMAGENET_STANDARD = replace(IMAGENET, rand_augment="rand-m10-n6-mstd0.5-inc1", erase=0.25, mixup=0.8, cutmix=1.0,
+IMAGENET_STANDARD = replace(IMAGENET, rand_augment="rand-m10-n6-mstd0.5-inc1", erase=0.25,
                             crop=True, metrics=("top1", "s_cons"), target={"top1": 82.4, "s_cons": 94.08})  # fmt: skip
 """ImageNet, standard shifts (tab. class_imagenet): 82.40 % top-1, 94.08 % S-Cons.
 
-The size as above, no random crop, then a flip, RandAugment and random erasing (tab. supp_class_aug_standard_mvit), with
-the original's mixup of 0.8, cutmix of 1.0. S-Cons shifts the 256 x 256 image under the centre crop.
+The size as above, no random crop, then a flip, RandAugment and random erasing (tab. supp_class_aug_standard_mvit).
+S-Cons shifts the 256 x 256 image under the centre crop.
 
 ``accelerate launch --config_file scripts/accelerate/eight_gpus.yaml mvitv2/train.py --recipe imagenet_standard``
 """

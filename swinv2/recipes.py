@@ -2,6 +2,10 @@
 
 Optimizer and schedule are the original's (AdamW, weight decay 0.05, betas 0.9/0.999, clipping at 5, cosine decay after
 20 of 300 epochs of warm-up, learning rate 5e-4 x batch / 512), drop path 0.2 for tiny.
+
+Mixup of 0.8 and cutmix of 1.0 are the original's. The paper's tables of preprocessing do not name them, as they work on
+batches, but it trains with "default training settings", and without them no row comes near: Swin-T ends at 79.5 % top-1
+and 45 % C-Cons after 30 epochs (paper, 100 epochs: 90.2 and 83.3).
 """
 
 from dataclasses import replace
@@ -18,7 +22,7 @@ DIGITS = Recipe(model="a_swinv2_micro", data="digits", epochs=60, batch_size=64,
 
 CIFAR10 = Recipe(model="a_swinv2_tiny", data="uoft-cs/cifar10", epochs=100, batch_size=96, lr=5e-4, lr_batch=512,
                  warmup_epochs=20 / 3, warmup_lr=5e-7, min_lr=5e-6, label_smoothing=0.1, drop_path=0.2, resize=292,
-                 flip=True,
+                 flip=True, mixup=0.8, cutmix=1.0,
                  model_args=PAPER,
                  target={"top1": 91.64, "c_cons": 99.99, "s_cons": 95.81})  # fmt: skip
 """CIFAR-10, circular and standard shifts (tab. class_cifar): 91.64 % top-1, 99.99 % C-Cons; 91.91 %, 95.81 % S-Cons.
@@ -44,7 +48,7 @@ CIFAR100_DEFAULT = replace(CIFAR10_DEFAULT, data="uoft-cs/cifar100",
 
 IMAGENET = Recipe(model="a_swinv2_tiny", data="ILSVRC/imagenet-1k", epochs=300, batch_size=1024, lr=5e-4, lr_batch=512,
                   warmup_epochs=20, warmup_lr=5e-7, min_lr=5e-6, clip_grad=5.0, drop_path=0.2, label_smoothing=0.1,
-                  resize=292, flip=True, metrics=("top1", "c_cons"),
+                  resize=292, flip=True, mixup=0.8, cutmix=1.0, metrics=("top1", "c_cons"),
                   model_args=PAPER,
                   target={"top1": 79.91, "c_cons": 99.98})  # fmt: skip
 """ImageNet, circular shifts (tab. class_imagenet): 79.91 % top-1, 99.98 % C-Cons.
@@ -59,12 +63,12 @@ IMAGENET_DEFAULT = replace(IMAGENET, model="swinv2_tiny",
                            model_args={}, target={"top1": 78.95, "c_cons": 87.68})  # fmt: skip
 """ImageNet, circular shifts, default model: 78.95 % top-1, 87.68 % C-Cons."""
 
-IMAGENET_STANDARD = replace(IMAGENET, rand_augment="rand-m9-mstd0.5-inc1", erase=0.25, mixup=0.8, cutmix=1.0,
+IMAGENET_STANDARD = replace(IMAGENET, rand_augment="rand-m9-mstd0.5-inc1", erase=0.25,
                             crop=True, metrics=("top1", "s_cons"), target={"top1": 82.1, "s_cons": 94.04})  # fmt: skip
 """ImageNet, standard shifts (tab. class_imagenet): 82.10 % top-1, 94.04 % S-Cons.
 
-The size as above, no random crop, then a flip, RandAugment and random erasing (tab. supp_class_aug_standard_swin), with
-the original's mixup of 0.8, cutmix of 1.0. S-Cons shifts the 292 x 292 image under the centre crop.
+The size as above, no random crop, then a flip, RandAugment and random erasing (tab. supp_class_aug_standard_swin).
+S-Cons shifts the 292 x 292 image under the centre crop.
 
 ``accelerate launch --config_file scripts/accelerate/eight_gpus.yaml swinv2/train.py --recipe imagenet_standard``
 """
