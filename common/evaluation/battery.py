@@ -11,7 +11,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ __all__ = ["FULL", "battery", "battery_of", "canonical_off", "circumstances"]
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 ERASED = (0.125, 0.1875, 0.25, 0.3125)  # of the side: 28, 42, 56 and 70 of 224 px
 SHORT = ("top1", "c_cons", "s_cons")
-FULL = ("plain", "magnitudes", "worst", "erased", "flipped", "half", "bits", "tokens")
+FULL = ("plain", "bits", "magnitudes", "flipped", "half", "erased", "tokens", "worst")  # the longest last
 
 
 def metrics_of(part: str, side: int) -> list[str]:
@@ -50,34 +50,39 @@ def metrics_of(part: str, side: int) -> list[str]:
 
 def battery(model: Classifier, split: Split, preprocess: Preprocess, *, parts: tuple[str, ...] = FULL,
             accelerator: Accelerator | None = None, batch_size: int = 250, exact_images: int = 1000, seed: int = 0,
-            crop: bool = False, compiled: Any = None, figure: Path | None = None) -> dict[str, Any]:  # fmt: skip
-    """Measure ``parts`` on ``split``. ``compiled`` is the model as ``torch.compile`` has it, for the long passes."""
+            crop: bool = False, compiled: Any = None, figure: Path | None = None,
+            report: Callable[[dict[str, Any]], None] = lambda results: None) -> dict[str, Any]:  # fmt: skip
+    """Measure ``parts`` on ``split``. ``compiled`` is the model as ``torch.compile`` has it, for the long passes.
+    ``report`` gets the results so far after every part: a run that is cut keeps what it has."""
     accelerator = accelerator or Accelerator()
     run, begun, side = compiled or model, time.time(), min(model.img_size)
-    metrics = [metric for part in parts for metric in metrics_of(part, side)]
     common: Any = {"accelerator": accelerator, "batch_size": batch_size, "seed": seed, "crop": crop}
     results: dict[str, Any] = {"config": dict(model.config), "precision": accelerator.mixed_precision}
-    results |= evaluate(run, split, preprocess, metrics, **common) if metrics else {}
     switchable = model.adaptive and model.canonical
-    if switchable and metrics:
-        kept = [metric for metric in metrics if metric.startswith("c_cons") or metric in SHORT]
-        with canonical_off(model):
-            off = evaluate(model, split, preprocess, kept, **common)
-        results["canonical_off"] = {metric: off[metric] for metric in kept}
     images = first(split, exact_images, preprocess, accelerator.device)
-    if "bits" in parts:
-        known = [name for name in PRECISIONS if images.is_cuda or name not in ("tf32", "fp16")]
-        results["bits"] = [bits(model, images, preprocess, precision, batch_size) for precision in known]
-        if switchable:
+    for part in parts:
+        if metrics := metrics_of(part, side):
+            results |= evaluate(run, split, preprocess, metrics, **common)
+            kept = [metric for metric in metrics if metric.startswith("c_cons") or metric in SHORT]
+            if switchable and kept:
+                with canonical_off(model):
+                    off = evaluate(model, split, preprocess, kept, **common)
+                results.setdefault("canonical_off", {}).update({metric: off[metric] for metric in kept})
+        elif part == "bits":
+            known = [name for name in PRECISIONS if images.is_cuda or name not in ("tf32", "fp16")]
+            results["bits"] = [bits(model, images, preprocess, precision, batch_size) for precision in known]
+            if switchable:
+                with canonical_off(model):
+                    results["bits"] += [bits(model, images, preprocess, precision, batch_size) for precision in known]
+        elif part == "tokens":
             with canonical_off(model):
-                results["bits"] += [bits(model, images, preprocess, precision, batch_size) for precision in known]
-    if "tokens" in parts:
-        with canonical_off(model):
-            rows = token_errors(model, preprocess.evaluate(images[:8]))
-        results["token_errors"] = [{key: row[key] for key in ("stage", "mean", "largest")} for row in rows]
-        if figure is not None:
-            plot_token_errors({model.model_type: rows}, figure)
-    return {**results, **circumstances(accelerator), "evaluation_seconds": round(time.time() - begun, 1)}
+                rows = token_errors(model, preprocess.evaluate(images[:8]))
+            results["token_errors"] = [{key: row[key] for key in ("stage", "mean", "largest")} for row in rows]
+            if figure is not None:
+                plot_token_errors({model.model_type: rows}, figure)
+        results |= {**circumstances(accelerator), "evaluation_seconds": round(time.time() - begun, 1)}
+        report(results)
+    return results
 
 
 def first(split: Split, count: int, preprocess: Preprocess, device: torch.device) -> Tensor:
@@ -100,11 +105,13 @@ def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = N
     trained = Path(source) / "results.json"
     known = json.loads(trained.read_text()) if trained.exists() else {"model": str(source)}
     compiled, figure = torch.compile(model) if compile else None, target and target.with_suffix(".png")
-    options = {**options, "accelerator": accelerator, "compiled": compiled, "figure": figure}
-    results = {**known, **battery(model, split, preprocess, **options)}
-    if target is not None:
-        write_json(target, results)
-    return results
+
+    def report(results: dict[str, Any]) -> None:
+        if target is not None:
+            write_json(target, {**known, **results})
+
+    options = {**options, "accelerator": accelerator, "compiled": compiled, "figure": figure, "report": report}
+    return {**known, **battery(model, split, preprocess, **options)}
 
 
 def bits(model: Classifier, images: Tensor, preprocess: Preprocess, precision: str, batch_size: int) -> dict[str, Any]:
