@@ -95,10 +95,26 @@ def test_the_battery(tmp_path) -> None:  # type: ignore[no-untyped-def]
     assert metrics_of("erased", 224)[::2] == ["top1:erased@28", "top1:erased@42", "top1:erased@56", "top1:erased@70"]
 
 
+def test_the_battery_of_a_compiled_model_reports_each_part() -> None:
+    """The long passes go through the graph, and what has been measured is there if the rest is cut."""
+    split, preprocess = load_data("digits")[1].head(4), Preprocess(size=(32, 32))
+    model, seen, calls = randomize(create_model("a_swin_micro")).eval(), [], []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        return lambda *args: calls.append(1) or graph(*args)
+
+    compiled = torch.compile(model, backend=note)
+    battery(model, split, preprocess, parts=("plain", "flipped"), exact_images=2, compiled=compiled,
+            report=lambda results: seen.append(set(results)))  # fmt: skip
+    assert calls
+    assert "top1" in seen[0]
+    assert "top1:flipped" in seen[1] - seen[0]
+
+
 def test_a_run_lands_in_the_row_of_its_recipe_and_arguments() -> None:
     """A default model trained with circular shifts is no default row, and another score is not the paper's."""
     results = runpy.run_path(str(ROOT / "scripts" / "results.py"))
-    rows = dict(results["paper_rows"]()[::-1])  # Swin's, which come first
+    rows = dict(results["rows_of"]("cifar10")[::-1])  # Swin's, which come first
 
     def run(name: str, **changed: Any) -> dict[str, Any]:
         return {"recipe": name, "settings": json.loads(json.dumps({**rows[name].settings(), **changed}))}
@@ -110,5 +126,10 @@ def test_a_run_lands_in_the_row_of_its_recipe_and_arguments() -> None:
     assert landed(run("cifar10_augmented", epochs=50)) == ["cifar10_augmented"]
     assert landed(run("cifar10")) == ["cifar10"]
     assert not landed(run("cifar10", model_args={}))
+    assert landed(run("cifar10_ours", seed=3)) == ["cifar10_ours"]
     assert not landed(run("cifar10", batch_size=256))
+    assert not landed(run("cifar10_default", mixup=0.0))
+    old = run("cifar10_default")
+    del old["settings"]["mixup"]  # of a run before there was such a setting
+    assert not landed(old)
     assert results["mean"]([90.0, 92.0]) == "91.00 ± 1.41"

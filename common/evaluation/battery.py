@@ -55,7 +55,7 @@ def battery(model: Classifier, split: Split, preprocess: Preprocess, *, parts: t
     """Measure ``parts`` on ``split``. ``compiled`` is the model as ``torch.compile`` has it, for the long passes.
     ``report`` gets the results so far after every part: a run that is cut keeps what it has."""
     accelerator = accelerator or Accelerator()
-    run, begun, side = compiled or model, time.time(), min(model.img_size)
+    run, begun, side = model if compiled is None else compiled, time.time(), min(model.img_size)
     common: Any = {"accelerator": accelerator, "batch_size": batch_size, "seed": seed, "crop": crop}
     results: dict[str, Any] = {"config": dict(model.config), "precision": accelerator.mixed_precision}
     switchable = model.adaptive and model.canonical
