@@ -4,8 +4,8 @@ Optimizer and schedule are the original's (AdamW, weight decay 0.05, clipping at
 of warm-up, learning rate 2.5e-4 x batch / 256), drop path 0.1 for tiny.
 
 Mixup of 0.8 and cutmix of 1.0 are the original's. The paper's tables of preprocessing do not name them, as they work on
-batches, but it trains with "default training settings", and without them no row comes near: Swin-T ends at 79.5 % top-1
-and 45 % C-Cons after 30 epochs (paper, 100 epochs: 90.2 and 83.3).
+batches, but it trains with "default training settings". Swin-T reaches 79.5 % top-1 in 30 epochs without them, 85.8 %
+in 80 epochs with them (paper, 100 epochs: 90.2 %).
 """
 
 from dataclasses import replace

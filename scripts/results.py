@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PACKAGES = {"swin": swin.RECIPES, "swinv2": swinv2.RECIPES, "cvt": cvt.RECIPES, "mvitv2": mvitv2.RECIPES}
 TABLES = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet": "imagenet"}
-"""By title: how the names of a table's recipes begin. Rows of the paper have a target."""
+"""By title: how the names of a table's recipes begin."""
 SCENES = {name: recipe for name, recipe in segmentation.RECIPES.items() if recipe.target}
 DIGITS = ("model", "top1", "c_cons", "s_cons", "epochs", "parameters", "train_seconds")
 
@@ -41,15 +41,16 @@ def render(folder: Path) -> str:
     scenes = [json.loads(path.read_text()) for path in sorted(folder.glob("segmentation_*.json"))]
     digits = [json.loads(path.read_text()) for path in sorted(folder.glob("*_digits*.json"))
               if not path.name.startswith("segmentation_")]  # fmt: skip
+    every = [row for prefix in TABLES.values() for row in rows_of(prefix)]
     exact = [row for path in sorted(folder.glob("exactness_*.json")) for row in json.loads(path.read_text())]
     return "\n".join([
         "# Results", "",
         "Made by `python scripts/results.py` from the JSON of runs in `results/`. Percent; what was not run says so.",
         *(line for title, prefix in TABLES.items() for line in classification(title, prefix, runs)),
         "", "## Other runs", "",
-        "On CIFAR-10 with other arguments than a row of the paper has (see `docs/scores.md`), or with code that has",
-        "since changed.", "",
-        format_table([other_row(run) for run in runs if not any(matches(run, *row) for row in paper_rows())]),
+        "On CIFAR-10 with other settings than a row has (see `docs/scores.md`), or with code that has changed since.",
+        "",
+        format_table([other_row(run) for run in runs if not any(matches(run, *row) for row in every)]),
         "", "## Digits", "",
         "Micro models, 360 held-out digits, trained on one CPU thread.",
         "",
@@ -70,27 +71,32 @@ def render(folder: Path) -> str:
 
 
 CIFAR = [
-    "The paper's score (`energy`, all channels), its batch of 96, five seeds of 100 epochs. Ours are as many seeds and",
-    "epochs as the columns say, on CIFAR-10 stored as JPEG. C-Cons with the canonical anchor on / off.", "",
+    "The paper has five seeds of 100 epochs. Ours are as many seeds and epochs as the columns say, on CIFAR-10 stored",
+    "as JPEG, at the paper's batch of 96. C-Cons with the canonical anchor on / off, or on alone. `cifar10` has the",
+    "paper's score (`energy`, all channels), `cifar10_ours` our default (`docs/scores.md`). `cifar10_canonical` has",
+    "the canonical anchor and none of the paper's modules.", "",
 ]  # fmt: skip
+LENGTH = {"data", "epochs", "warmup_epochs", "seed", "metrics"}
+"""Settings in which a run may differ from its row: how long, and with which random numbers."""
 
 
-def paper_rows() -> list[tuple[str, BaseRecipe]]:
-    """Names and recipes of the paper's rows, architecture by architecture."""
-    return [(name, recipe) for recipes in PACKAGES.values() for name, recipe in recipes.items() if recipe.target]
+def rows_of(prefix: str) -> list[tuple[str, BaseRecipe]]:
+    """Names and recipes of a table's rows, architecture by architecture."""
+    return [(name, recipe) for recipes in PACKAGES.values() for name, recipe in recipes.items()
+            if name.partition("_")[0] == prefix]  # fmt: skip
 
 
 def matches(run: dict[str, Any], name: str, recipe: BaseRecipe) -> bool:
-    """Whether a run is of this row: the same recipe, model, model arguments and batch. Its length may differ, and is
-    told."""
-    settings, stated = run["settings"], json.loads(json.dumps(dict(recipe.model_args)))
-    same = (run["recipe"], settings["model"], settings["model_args"]) == (name, recipe.model, stated)
-    return same and settings["batch_size"] == recipe.batch_size
+    """Whether a run is of this row: the same recipe and settings. Its length may differ, and is told."""
+    settings = json.loads(json.dumps(recipe.settings()))
+    defaults = json.loads(json.dumps(type(recipe)(model="").settings()))  # of what a run does not say
+    same = (run["settings"].get(key, defaults[key]) == settings[key] for key in settings if key not in LENGTH)
+    return run["recipe"] == name and all(same)
 
 
 def classification(title: str, prefix: str, runs: list[dict[str, Any]]) -> list[str]:
     table = [paper_row(name, recipe, [run for run in runs if matches(run, name, recipe)])
-             for name, recipe in paper_rows() if name.partition("_")[0] == prefix]  # fmt: skip
+             for name, recipe in rows_of(prefix)]  # fmt: skip
     return ["", f"## {title}", "", *(CIFAR if prefix == "cifar10" else []), format_table(table)]
 
 
@@ -117,7 +123,8 @@ def other_row(run: dict[str, Any]) -> dict[str, Any]:
     arguments = ", ".join(f"{key}={value}" for key, value in settings["model_args"].items()) or "-"
     measured = {key: run.get(key) for key in ("top1", "c_cons", "s_cons")}
     return {"model": run["model"], "arguments": arguments, **measured,
-            "epochs": run["epochs"], "batch": settings["batch_size"], "commit": run.get("commit", "-"),
+            "epochs": run["epochs"], "batch": settings["batch_size"],
+            "mixup": settings.get("mixup", 0.0), "commit": run.get("commit", "-"),
             "note": run.get("note", "-")}  # fmt: skip
 
 
