@@ -206,16 +206,18 @@ def difference(ours: Tensor, theirs: Tensor, choices: float, dtype: torch.dtype)
 
 
 def kernel_rows(device: torch.device) -> list[dict[str, Any]]:
-    """Each kernel that was compiled, at its largest, and each that does not fit."""
+    """Each kernel that was compiled, at its largest and with the smallest tile, and each that does not fit."""
     limit, rows = card(device).memory, {}
     for name, compiled in base.compiled_kernels():
         shared = int(getattr(compiled.metadata, "shared", 0))
         spills, before = int(getattr(compiled, "n_spills", 0) or 0), rows.get(name, {"bytes": 0, "spills": 0})
         rows[name] = {"kernel": name, "form": "kernel", "bytes": max(shared, before["bytes"]), "limit": limit,
                       "spills": max(spills, before["spills"])}  # fmt: skip
+    for name in set(cards.smaller()) & set(rows):
+        rows[name]["form"] = "kernel, small tile"
     for name, (need, limit) in cards.refused().items():
-        rows[f"{name} (large)"] = {"kernel": name, "form": "torch form: too large", "bytes": need, "limit": limit,
-                                   "spills": 0}  # fmt: skip
+        rows[f"{name} (large)"] = {"kernel": name, "form": "another form: too large", "bytes": need,
+                                   "limit": limit, "spills": 0}  # fmt: skip
     for name in failed():
         rows[f"{name} (failed)"] = {"kernel": f"of {name}", "form": "torch form: failed", "bytes": 0, "limit": limit,
                                     "spills": 0}  # fmt: skip

@@ -1,100 +1,128 @@
-"""Kernels compiled for cards that are not here: Triton needs no GPU for that, and says how much memory each takes."""
+"""Kernels compiled for cards that are not here: Triton needs no GPU for that, and says how much memory each takes.
 
-from typing import Any, NamedTuple
+Models are traced on stand-ins for tensors, as if on a card, and what they would launch is compiled for it. The table of
+docs/gpus.md is made by ``python tests/compiled_targets.py --json results/targets.json``.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tqdm.auto import tqdm
 
-from common.kernels import canonical, convolving, image_conv, merging, token_scores
+from common import create_model
+from common.evaluation.tables import format_table, write_json
+from common.kernels import base, cards
+from common.kernels.ahead import Launch, compile_for, recorded
+from common.kernels.cards import Card
 
-NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64",
-         torch.int32: "*i32"}  # fmt: skip
-OPTIONS = "num_warps", "num_stages"
-
-
-class Launch(NamedTuple):
-    """What a kernel is launched with."""
-
-    kernel: Any
-    args: tuple[Any, ...]
-    constants: dict[str, Any]
+CARDS = {card.name: card for card in (
+    Card("T4", 75, 65_536), Card("A100", 80, 166_912), Card("RTX 30", 86, 101_376), Card("RTX 40", 89, 101_376),
+    Card("H200", 90, 232_448), Card("B200", 100, 232_448), Card("RTX 50", 120, 101_376),
+)}  # fmt: skip
+MODELS = "a_swin_tiny", "a_swinv2_tiny", "a_cvt_13", "a_mvitv2_tiny"
 
 
-def shared_memory(launch: Launch, capability: int) -> int:
-    """Bytes that a program of it takes on a card of this capability."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+@contextmanager
+def anywhere() -> Iterator[None]:
+    """Kernels count as usable, whatever the tensors."""
+    ours = [module for name, module in sys.modules.items() if name.startswith("common.") and hasattr(module, "usable")]
+    before = [(module, module.usable) for module in ours]
+    try:
+        for module in ours:
+            module.usable = lambda x: base.ENABLED  # type: ignore[attr-defined]
+        yield
+    finally:
+        for module, usable in before:
+            module.usable = usable  # type: ignore[attr-defined]
 
-    names = [parameter.name for parameter in launch.kernel.params]
-    constants = {name: value for name, value in launch.constants.items() if name not in OPTIONS}
-    signature, attributes = dict.fromkeys(names, "constexpr"), {}
-    for i, (name, value) in enumerate(zip(names, launch.args, strict=False)):
-        if isinstance(value, Tensor):
-            signature[name] = NAMES[value.dtype]
-        elif value == 1:
-            constants[name] = 1
-            continue
+
+def launches(name: str, card: Card, training: bool, *, compiled: bool = False, batch: int = 128) -> dict[Launch, int]:
+    """What a model launches on a card, in bfloat16 or, where that is not native, in float16; outside of graphs or in
+    one."""
+    model = create_model(name).train(training)
+    half = torch.bfloat16 if card.bf16 else torch.float16
+    with (
+        anywhere(),
+        recorded() as found,
+        cards.assumed(card),
+        torch.autocast("cpu", half),
+        torch.set_grad_enabled(training),
+    ):
+        if compiled:
+            torch.compiler.reset()
+            graph = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=_zeros, bw_compiler=_zeros))
+            y = graph(torch.zeros(batch, 3, *model.img_size))
+            y.sum().backward() if training else None
         else:
-            signature[name] = "i32"
-        if isinstance(value, Tensor) or value % 16 == 0:
-            attributes[i,] = [["tt.divisibility", 16]]
-    options = {name: launch.constants[name] for name in OPTIONS if name in launch.constants}
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
-
-
-class Case(NamedTuple):
-    """A launch, and the bytes that our own count says it takes: held, of a stage, and stages."""
-
-    launch: Launch
-    memory: tuple[int, ...]
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def cases(monkeypatch: Any, dtype: torch.dtype) -> dict[str, Case]:
-    """Kernels that take much memory, at shapes of the full-size models, 128 images."""
-    launched: list[Launch] = []
-    for module in (canonical, token_scores, merging, image_conv, convolving):
-        monkeypatch.setattr(module, "launch", lambda kernel, _, *args, **c: launched.append(Launch(kernel, args, c)))
-    four, found = empty(4), {}
-
-    def add(name: str, memory: tuple[int, ...]) -> None:
-        found[name] = Case(launched[-1], memory)
-
-    for side in (224, 256):
-        canonical.canonical_place(empty(128, 3, side, side), empty(2, side, dtype=torch.int32), None, [])
-        add(f"choose {side}", (canonical.choose_memory(256, 256),))
-    for c, side in ((96, 56), (192, 28), (384, 14)):
-        x, known = empty(128, side, side, c, dtype=dtype), empty(128, side, side)
-        token_scores.token_scores(x, empty(2 * c, 32, dtype=dtype), four, four, four, known, known, 2, 2, 1e-5)
-        add(f"scores of patches {c}", token_scores.scores_memory(c, 2))
-        merging.merged_product(x, empty(128, 2, dtype=torch.int64), empty(2 * c, 4 * c, dtype=dtype), empty(2, 2 * c),
-                               known, known, 1e-5)  # fmt: skip
-        tiles = {name: launched[-1].constants[name] for name in ("T", "MORE", "N", "REST", "K", "num_stages")}
-        add(f"merged product {c}", merging.product_memory(tiles))
-    for c, side, stride in ((64, 56, 2), (96, 56, 4), (192, 28, 2), (384, 14, 2)):
-        x = empty(128, side, side, c, dtype=dtype)
-        token_scores.token_scores(x, empty(2 * c, 64, dtype=dtype), four, four, None, None, None, 3, stride, 0.0)
-        add(f"scores of tokens {c}", (token_scores.rows_memory if c <= 128 else token_scores.scores_memory)(c, 3))
-    for c, outputs, side in ((64, 192, 56), (192, 384, 28)):
-        convolving.convolved(empty(128, side, side, c, dtype=dtype), empty(128, 2, dtype=torch.int64),
-                             empty(outputs, 3, 3, c, dtype=dtype), empty(outputs))  # fmt: skip
-        add(f"convolved {c}", convolving.convolved_memory(c, outputs))
-    for size, padding, outputs in ((4, 0, 96), (7, 2, 64), (7, 3, 96)):
-        x = empty(128, 224, 224, 4, dtype=dtype).permute(0, 3, 1, 2)[:, :3]
-        x = empty(128, 3, 224, 224) if size == 4 else x  # windows that do not overlap are read where they lie
-        given = empty(128, 2, dtype=torch.int64), empty(outputs), empty(outputs)
-        cut = image_conv._pieces(3, size > 4, size, 4, outputs, image_conv.TOKENS)
-        weights = empty(image_conv._length(cut) * cut["BANDS"], outputs, dtype=dtype)
-        image_conv.image_tokens(x, given[0], weights, *given[1:], given[2], 1e-5, None, size, 4, padding, True)
-        add(f"image tokens {size} {outputs}", (image_conv._memory(outputs, image_conv.TOKENS, cut, size > 4),))
-        x, size = empty(128, 224, 224, 4, dtype=dtype).permute(0, 3, 1, 2)[:, :3], size + 3
-        cut = image_conv._pieces(3, True, size, 4, 64, image_conv.PHASES)
-        weights = empty(image_conv._length(cut) * cut["BANDS"], 64, dtype=dtype)
-        image_conv.image_phases(x, given[0], weights, four, four, size, 4, padding)
-        add(f"image phases {size}", (image_conv._memory(64, image_conv.PHASES, cut, True),))
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                named = (*model.named_parameters(), *model.named_buffers())
+                state = {name: mode.from_tensor(tensor) for name, tensor in named}
+                y = torch.func.functional_call(model, state, torch.empty(batch, 3, *model.img_size))
+                y.sum().backward() if training else None
     return found
+
+
+def _zeros(graph: Any, inputs: Sequence[Tensor]) -> Any:
+    """A compiler whose graphs give zeros."""
+    values = [getattr(node, "meta", {}).get("val") for node in graph.graph.output_node().args[0]]
+    like = [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else None for v in values]
+    return make_boxed_func(lambda *_: [None if t is None else torch.zeros(t[0], dtype=t[1]) for t in like])
+
+
+def row(name: str, card: Card, training: bool, compiled: bool) -> dict[str, Any]:
+    """A cell of the table: kernels, those with a smaller tile than was tuned, those that do not fit; and those that
+    take more memory than there is or do not compile: of these there must be none."""
+    for known in (cards._REFUSED, cards._SMALLER):
+        known.clear()
+    found, memory, broken = launches(name, card, training, compiled=compiled), 0, []
+    for launch in found:
+        try:
+            needs = compile_for(launch, card.capability)
+        except Exception as error:
+            broken.append(f"{launch.kernel}: {type(error).__name__}")
+            continue
+        memory = max(memory, needs)
+        if needs > card.memory:
+            broken.append(f"{launch.kernel}: {needs} bytes")
+    return {"model": name, "card": card.name, "mode": "training" if training else "inference", "compiled": compiled,
+            "kernels": len({launch.kernel for launch in found}), "variants": len(found),
+            "largest": memory, "limit": card.memory,
+            "small tiles": sorted(cards.smaller()), "other forms": sorted(cards.refused()),
+            "broken": sorted(set(broken))}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--cards", nargs="+", default=list(CARDS), choices=CARDS)
+    parser.add_argument("--eager", action="store_true", help="leave out graphs, which take longer to trace")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    import triton
+
+    cells = [(name, CARDS[card], training, compiled) for card in args.cards for name in args.models
+             for training in (False, True) for compiled in ((False,) if args.eager else (False, True))]  # fmt: skip
+    rows = []
+    for cell in tqdm(cells):
+        rows.append(row(*cell))
+        if args.json:
+            write_json(
+                args.json, {"torch": torch.__version__, "triton": triton.__version__, "batch": 128, "rows": rows}
+            )
+    print(format_table([{key: ", ".join(value) if isinstance(value, list) else value for key, value in row.items()}
+                        for row in rows]))  # fmt: skip
+    if any(row["broken"] for row in rows):
+        raise SystemExit("a kernel that fits by our count does not run there")
+
+
+if __name__ == "__main__":
+    main()

@@ -38,9 +38,11 @@ __all__ = [
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # products and sums fuse, as where kernels were tuned
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ENABLED = os.environ.get("SHIFT_VITS_KERNELS") != "0"  # False: the torch forms everywhere, to compare with
 PLAIN = {Tensor, nn.Parameter}  # tensors with data: nothing sharded, and no stand-in while a graph is recorded
+RECORD: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None  # takes launches instead of running them
 _COMPILED: dict[tuple, tuple[Any, list]] = {}
 _REPORTED: set[str] = set()
 
@@ -106,6 +108,9 @@ def _real(x: Any) -> bool:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run a kernel of these arguments, all but ``constants``, the first of them a tensor. What compilers and drivers
     raise is a ``KernelError`` then, which operations know how to meet."""
+    if RECORD is not None:
+        RECORD(kernel, args, constants)
+        return
     if not INTERPRETED and not _real(args[0]):
         wrap_triton(kernel)[grid](*args, **constants)
         return

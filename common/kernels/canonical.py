@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .base import AVAILABLE, launch, next_power_of_2, operator, usable
-from .cards import holds
+from .cards import first_tile
 from .pixels import is_packed, packed
 from .sketching import new_sketch
 
@@ -26,8 +26,15 @@ TILES = {"read": 1024, "read warps": 8, "choose warps": 8, "side": 256, "hash": 
 def fits_canonical_kernel(x: Tensor) -> bool:
     """Whether ``canonical_offset`` takes these images: floating point, at most 16 channels, of which a tile fits."""
     few = usable(x) and x.is_floating_point() and 0 < x.shape[1] <= 16 and x.numel() > 0
-    across, down = (min(TILES["side"], max(16, next_power_of_2(side))) for side in (x.shape[3], x.shape[2]))
-    return few and holds(x, "_choose", choose_memory(across, down))
+    return few and _side(x) > 0
+
+
+def _side(x: Tensor) -> int:
+    """Rows and columns at a time of ``_choose``: as many as the card has room for; 0 if it has for none."""
+    sides = [TILES["side"] >> i for i in range(3)]
+    down, across = (max(16, next_power_of_2(side)) for side in x.shape[2:])
+    tile = first_tile(x, "_choose", *((choose_memory(min(side, across), min(side, down)), 0, 1) for side in sides))
+    return sides[tile] if tile >= 0 else 0
 
 
 def choose_memory(n: int, k: int) -> int:
@@ -242,7 +249,7 @@ def canonical_place(x: Tensor, kernel: Tensor, dtype: torch.dtype | None,
     pixels = torch.empty((0 if dtype is None else b, h, w, 4), dtype=dtype or x.dtype, device=x.device)
     launch(_read, (b, -(-h // rows), parts), x, g, d, pixels, h, w, *x.stride(), PRIME=PRIME, BASE=BASE, CHANNELS=c,
            PACK=dtype is not None, ROWS=rows, N=n, num_warps=TILES["read warps"])  # fmt: skip
-    s = torch.empty((b, w), dtype=torch.int64, device=x.device)
+    s, side = torch.empty((b, w), dtype=torch.int64, device=x.device), _side(x)
     out = torch.empty((b, 2), dtype=torch.int64, device=x.device)
     if sketch:
         mixed, constant, programs, constants = new_sketch(sketch[0], sketch[1], sketch[2])
@@ -252,6 +259,6 @@ def canonical_place(x: Tensor, kernel: Tensor, dtype: torch.dtype | None,
     given = sketch or [d, d, d]
     launch(_choose, (b + programs,), d, g, kernel, s, out, *given, mixed, constant, b, kernel.shape[1], h, w,
            given[0].stride(0), TH=down, TW=across, PARTS=parts, DOWN=TILES["hash"] // down,
-           ACROSS=TILES["hash"] // across, N=min(TILES["side"], across), K=min(TILES["side"], down), **constants,
+           ACROSS=TILES["hash"] // across, N=min(side, across), K=min(side, down), **constants,
            num_warps=TILES["choose warps"] if max(down, across) > 64 else 4, num_stages=1)  # fmt: skip
     return out, pixels, mixed, constant

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["OLDEST", "TUNED", "Card", "assumed", "card_of", "holds", "needed", "refused", "runs", "tuned"]
+__all__ = ["OLDEST", "TUNED", "Card", "assumed", "card_of", "first_tile", "holds", "needed", "refused", "runs",
+           "smaller", "tuned"]  # fmt: skip
 
 OLDEST = 75  # capability: before, Triton has no compiler
 AMPERE, HOPPER = 80, 90  # capabilities: the first with bf16 and with loads on their way, and with those it was tuned by
@@ -34,6 +35,7 @@ NONE = Card("no GPU", HOPPER, TUNED)  # an interpreter, or a graph that is trace
 _CARDS: dict[int, Card] = {}
 _ASSUMED: Card | None = None
 _REFUSED: dict[str, tuple[int, int]] = {}
+_SMALLER: dict[str, tuple[int, int]] = {}
 
 
 def card_of(device: torch.device) -> Card:
@@ -88,18 +90,27 @@ def holds(x: Tensor, kernel: str, held: int, staged: int = 0, stages: int = 1) -
     Compilers decide what is held, by the card: from Hopper on, the stages that are asked for; on Ampere and Ada one
     fewer; before, a single one, in float32 at worst. Where kernels were tuned, they run as they are.
     """
-    return _holds(x.device.type, x.device.index, kernel, held, staged, stages)
+    return first_tile(x, kernel, (held, staged, stages)) == 0
+
+
+def first_tile(x: Tensor, kernel: str, *tiles: tuple[int, ...]) -> int:
+    """Which of a kernel's tiles is the first that has room, by the memory that each takes (``holds``); -1: none has.
+    The first is the one that was tuned."""
+    return _first_tile(x.device.type, x.device.index, kernel, tiles)
 
 
 @torch.compiler.assume_constant_result
-def _holds(kind: str, index: int | None, kernel: str, held: int, staged: int, stages: int) -> bool:
+def _first_tile(kind: str, index: int | None, kernel: str, tiles: tuple[tuple[int, ...], ...]) -> int:
     card = _card(kind, index)
     if card.memory >= TUNED:
-        return True
-    need = needed(card.capability, held, staged, stages)
-    if need > card.memory:
-        _REFUSED[kernel] = need, card.memory
-    return need <= card.memory
+        return 0
+    needs = [needed(card.capability, *tile) for tile in tiles]
+    first = next((i for i, need in enumerate(needs) if need <= card.memory), -1)
+    if first < 0:
+        _REFUSED[kernel] = needs[-1], card.memory
+    elif first > 0:
+        _SMALLER[kernel] = needs[first], card.memory
+    return first
 
 
 def needed(capability: int, held: int, staged: int = 0, stages: int = 1) -> int:
@@ -112,3 +123,9 @@ def needed(capability: int, held: int, staged: int = 0, stages: int = 1) -> int:
 def refused() -> dict[str, tuple[int, int]]:
     """Kernels that did not fit a card so far: the bytes that each would take, and those that there are."""
     return dict(_REFUSED)
+
+
+def smaller() -> dict[str, tuple[int, int]]:
+    """Kernels that run with a smaller tile than was tuned: the bytes that each takes at most, and those that there
+    are."""
+    return dict(_SMALLER)

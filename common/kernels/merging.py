@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.library import register_autograd
 
 from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, usable
-from .cards import holds
+from .cards import first_tile
 
 if AVAILABLE:
     import triton
@@ -40,8 +40,7 @@ def fits_merged_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     plain = half and len(weight) <= OUTPUTS and weight.is_contiguous() and not isinstance(weight, DTensor)
     if not plain or torch.is_grad_enabled() or not fits_merge_kernel(x):
         return False
-    patches = x.shape[0] * (x.shape[1] // 2) * (x.shape[2] // 2)
-    return holds(x, "_merged_product", *product_memory(_tiles(patches, weight.shape[1] // 4, len(weight))))
+    return _product_tiles(x, weight.shape[1] // 4, len(weight)) is not None
 
 
 def product_memory(tiles: dict[str, int]) -> tuple[int, int, int]:
@@ -383,6 +382,14 @@ def _tiles(patches: int, channels: int, outputs: int) -> dict[str, int]:
     return {"T": tall, "MORE": more, "N": wide, "REST": rest, "K": k, "num_warps": warps, "num_stages": stages}
 
 
+def _product_tiles(x: Tensor, channels: int, outputs: int) -> dict[str, int] | None:
+    """``_tiles`` for which the card has room: with fewer stages, then fewer columns at a time. None: there are none."""
+    tiles = _tiles(x.shape[0] * (x.shape[1] // 2) * (x.shape[2] // 2), channels, outputs)
+    every = [tiles, *({**tiles, "num_stages": stages} for stages in (3, 2)), {**tiles, "K": 16, "num_stages": 2}]
+    tile = first_tile(x, "_merged_product", *map(product_memory, every))
+    return every[tile] if tile >= 0 else None
+
+
 @operator("shift_vits::merged_product")
 def merged_product(x: Tensor, offset: Tensor, scaled: Tensor, folded: Tensor | None, sums: Tensor | None,
                    squares: Tensor | None, eps: float,
@@ -395,7 +402,7 @@ def merged_product(x: Tensor, offset: Tensor, scaled: Tensor, folded: Tensor | N
     """
     offset, (b, h, w, c), d = offset.contiguous(), x.shape, len(scaled)
     count = b * (h // 2) * (w // 2)
-    tiles = _tiles(count, c, d)
+    tiles = _product_tiles(x, c, d) or _tiles(count, c, d)
     tall, wide = tiles["T"] + tiles["MORE"], tiles["N"] + tiles["REST"]
     parts = -(-d // wide)  # programs with the same patches
     programs = -(-count // tall) * parts

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, usable
-from .cards import holds
+from .cards import first_tile
 from .choices import best_phase
 
 if AVAILABLE:
@@ -69,26 +69,36 @@ def fits_token_scores(x: Tensor, outputs: int, side: int, padding: int, channels
     dense, c = x.stride()[1:] == (x.shape[2] * x.shape[3], x.shape[3], 1), channels or x.shape[3]
     if not (half and c in READINGS and outputs == 4 and padding == side - 2 and dense):
         return False
-    by_rows = c > 128 or holds(x, "_token_rows", *rows_memory(c, side))
-    return by_rows and holds(x, "_token_scores", *scores_memory(c, side))
+    return _reading(x, side, c) is not None
 
 
-def scores_memory(channels: int, side: int) -> tuple[int, int, int]:
+def _reading(x: Tensor, side: int, channels: int = 0) -> Reading | None:
+    """How tokens are read, of so many channels: as it was tuned or, where a card has no room for that, in chunks."""
+    how = READINGS[channels or x.shape[3]]
+    every = how, how._replace(pairs=64, chunk=64, warps=4, stages=2)
+    tile = first_tile(x, "_token_scores", *(scores_memory(how, channels or x.shape[3], side) for how in every))
+    return every[tile] if tile >= 0 else None
+
+
+def _row_stages(x: Tensor, side: int) -> int:
+    """Of ``_token_rows``: as many as there is room for; 0 if there is none."""
+    most = min(6, 384 // x.shape[3])
+    tile = first_tile(x, "_token_rows", *(rows_memory(x.shape[3], side, stages) for stages in range(most, 1, -1)))
+    return most - tile if tile >= 0 else 0
+
+
+def scores_memory(how: Reading, channels: int, side: int) -> tuple[int, int, int]:
     """Of a program of ``_token_scores``: bytes of taps and of what threads exchange, bytes of a stage, and stages."""
-    how, n = READINGS[channels], 32 if side == 2 else 64
+    n = 32 if side == 2 else 64
     if how.chunk:
         return 0, 2 * how.chunk * (how.pairs + n), how.stages
     return 2 * n * (2 * channels + how.pairs), 4 * how.pairs * channels, how.stages
 
 
-def rows_memory(channels: int, side: int) -> tuple[int, int, int]:
+def rows_memory(channels: int, side: int, stages: int) -> tuple[int, int, int]:
     """The same of ``_token_rows``."""
     n = 32 if side == 2 else 64
-    return n * (4 * channels + PAIRS), 4 * PAIRS * channels, _row_stages(channels)
-
-
-def _row_stages(channels: int) -> int:
-    return min(6, 384 // channels)
+    return n * (4 * channels + PAIRS), 4 * PAIRS * channels, stages
 
 
 def _strip(images: int, rows: int, stride: int) -> int:
@@ -363,7 +373,7 @@ def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
     colsum (4,) or, to be summed, (n, 4), of equal strides; sums and squares (B, H, W), float32
     -> (B, parts, 2, stride, stride), to be summed over the parts.
     """
-    if colsum is None and x.shape[3] <= 128 and x.shape[2] <= 2 * PAIRS:
+    if colsum is None and x.shape[3] <= 128 and x.shape[2] <= 2 * PAIRS and _row_stages(x, side):
         return _by_rows(x, taps, bias, wave, side, stride)
     return _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, False, False)
 
@@ -372,7 +382,7 @@ def best_of_tokens(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: 
                    squares: Tensor | None, side: int, stride: int, eps: float, signed: bool) -> Tensor:  # fmt: skip
     """The ``best_phase`` (B, 2) of ``token_scores``: by the same kernel, where its programs have a whole image each."""
     given = x, taps, bias, wave, colsum, sums, squares, side, stride, eps
-    if _rows(x, stride) == x.shape[1]:
+    if _rows(x, side, stride) == x.shape[1]:
         return token_choice(*given, signed)
     return best_phase(token_scores(*given), stride, x.shape[1] * x.shape[2], signed)
 
@@ -384,10 +394,10 @@ def token_choice(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
     return _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, True, signed)
 
 
-def _rows(x: Tensor, stride: int) -> int:
+def _rows(x: Tensor, side: int, stride: int) -> int:
     """Of one strip of ``_token_scores``: all if they are one product."""
-    b, h, w, c = x.shape
-    return h if h * w <= 2 * READINGS[c].pairs else _cut(h, stride, b, READINGS[c].programs, LONGEST // w)
+    (b, h, w, _), how = x.shape, _reading(x, side) or READINGS[x.shape[3]]
+    return h if h * w <= 2 * how.pairs else _cut(h, stride, b, how.programs, LONGEST // w)
 
 
 def _cut(height: int, stride: int, strips: int, programs: int, most: int) -> int:
@@ -399,7 +409,7 @@ def _cut(height: int, stride: int, strips: int, programs: int, most: int) -> int
 def _score(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
            squares: Tensor | None, side: int, stride: int, eps: float, choose: bool,
            signed: bool) -> Tensor:  # fmt: skip
-    (b, h, w, c), how, rows = x.shape, READINGS[x.shape[3]], _rows(x, stride)
+    (b, h, w, c), how, rows = x.shape, _reading(x, side) or READINGS[x.shape[3]], _rows(x, side, stride)
     strips, read = h // rows, rows if rows == h else rows + side - 1
     shape, dtype = ((b, 2), torch.int64) if choose else ((b, strips, 2, stride, stride), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.device)
@@ -425,7 +435,7 @@ def _by_rows(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, side: int, str
     out = torch.empty((b, h // rows, 2, stride, stride), dtype=torch.float32, device=x.device)
     launch(_token_rows, (groups * h // rows,), x, taps, bias, wave, out, b, h // rows, x.stride(0), bias.stride(0),
            HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side, STRIDE=stride, PARTS=parts, ROWS=rows, SLOT=slot, T=PAIRS,
-           P=next_power_of_2(parts), num_warps=4, num_stages=_row_stages(c))  # fmt: skip
+           P=next_power_of_2(parts), num_warps=4, num_stages=_row_stages(x, side))  # fmt: skip
     return out
 
 
