@@ -22,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..ops.ahead import compile_kernels
+
 __all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "HubModel", "compile_options", "load_weights", "read_config",
            "read_fields", "resolve_file", "upload_directory"]  # fmt: skip
 
@@ -45,6 +47,8 @@ class HubModel(nn.Module):
     """A module whose constructor arguments are its config. Subclasses call ``super().__init__(locals())`` first."""
 
     model_type: ClassVar[str]
+    img_size: tuple[int, int]
+    in_chans: int
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -99,6 +103,15 @@ class HubModel(nn.Module):
         if mode is None or (inductor and options is None):
             mode, options = None, compile_options(mode or "default") | (options or {})
         super().compile(mode=mode, options=options, **kwargs)
+
+    def warm_up(self, batch: int, size: int | tuple[int, int] | None = None, *, training: bool = False) -> int:
+        """Compile the kernels that a batch of images of ``size`` (the model's own, if not given) will need, on all
+        processors at once, and return how many there are; else they are compiled one by one as they are first used.
+        Call it under the autocast of the images to come. ``training``: also those of the backward pass. A model that
+        ``torch.compile`` has compiled needs none of these: the compiler makes its own."""
+        sides = size or self.img_size
+        height, width = (sides, sides) if isinstance(sides, int) else sides
+        return compile_kernels(self, (batch, self.in_chans, height, width), training)
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None,
                     revision: str | None = None, commit_message: str = "Upload model",
