@@ -140,13 +140,13 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
         model, preprocess = _from_timm(source.removeprefix("timm:"))
     elif source in list_models():
         model = create_model(source, num_classes=classes, **arguments)
-        preprocess = Preprocess(size=model.img_size)  # type: ignore[arg-type]
+        preprocess = Preprocess(size=model.img_size)
     else:
         model = from_pretrained(source, **arguments)
         try:
             preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
         except (FileNotFoundError, EntryNotFoundError):
-            preprocess = Preprocess(size=model.img_size)  # type: ignore[arg-type]
+            preprocess = Preprocess(size=model.img_size)
     has = getattr(model, "num_classes", None)
     if has != classes:
         raise ValueError(f"{source} tells {has} classes apart, the data have {classes}: fine-tune it on them, or "

@@ -1,7 +1,7 @@
 """Kernels of a model, compiled before its first images come."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,7 +21,7 @@ def compile_kernels(model: nn.Module, shape: tuple[int, ...], training: bool, wo
         model.train(training)
         with recorded() as found, FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(training):
             named = (*model.named_parameters(), *model.named_buffers())
-            state = {name: mode.from_tensor(tensor) for name, tensor in named}
+            state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named}
             images = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
             outputs = torch.func.functional_call(model, state, images)
             if training:
