@@ -4,12 +4,21 @@ that it does not depend on batch size, number of processes, workers, or where a 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["derive_seed", "hashed_uniform", "seeded"]
+__all__ = ["constants", "derive_seed", "hashed_uniform", "seeded"]
+
+
+@lru_cache(maxsize=64)
+def constants(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers as a tensor, copied to a device once: every such copy waits until a GPU has done all that it was given,
+    and in a training loop the GPU then waits for the next step."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, device=device, dtype=dtype)
 
 
 def _mix(z: Tensor) -> Tensor:

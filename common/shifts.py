@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .ops.roll import circular_pad, convolve, roll
-from .seeding import hashed_uniform
+from .seeding import constants, hashed_uniform
 
 __all__ = ["circular_pad", "circular_shift", "convolve", "random_shifts", "roll", "shift_and_crop", "standard_shift"]
 
@@ -47,5 +47,5 @@ def shift_and_crop(x: Tensor, shift: Tensor, size: tuple[int, int]) -> Tensor:
 def random_shifts(index: Tensor, low: tuple[int, int], high: tuple[int, int], *seeds: int) -> Tensor:
     """(N, 2) shifts, uniform in [low, high] per axis, one per image. Row i depends on ``index[i]`` and ``seeds`` only,
     so that a data set gets the same shifts whatever the batch size and the number of processes."""
-    span = torch.tensor([hi - lo + 1 for lo, hi in zip(low, high, strict=True)], device=index.device)
-    return (hashed_uniform(index, 2, *seeds) * span).long() + torch.tensor(low, device=index.device)
+    span = constants(tuple(hi - lo + 1 for lo, hi in zip(low, high, strict=True)), index.device, torch.long)
+    return (hashed_uniform(index, 2, *seeds) * span).long() + constants(tuple(low), index.device, torch.long)

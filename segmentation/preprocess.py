@@ -17,7 +17,7 @@ from torch import Tensor
 from common.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME
 from common.evaluation.metrics import IGNORE_INDEX
 from common.models.hub import read_fields
-from common.seeding import hashed_uniform
+from common.seeding import constants, hashed_uniform
 
 __all__ = ["ScenePreprocess", "distort_colours", "resize_image", "resize_labels"]
 
@@ -124,7 +124,7 @@ class ScenePreprocess:
                 break
         image, label = image[:, top : top + height, left : left + width], cut
         if (height, width) != self.size:
-            canvas = torch.tensor(self.mean, device=image.device).mul(255).round().to(image.dtype)
+            canvas = constants(tuple(self.mean), image.device).mul(255).round().to(image.dtype)
             canvas = canvas.view(3, 1, 1).repeat(1, *self.size)
             canvas[:, :height, :width] = image
             missing = (0, self.size[1] - width, 0, self.size[0] - height)
@@ -132,12 +132,12 @@ class ScenePreprocess:
         return image, label
 
     def normalise(self, images: Tensor) -> Tensor:
-        mean, std = (torch.tensor(v, device=images.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
+        mean, std = (constants(tuple(v), images.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
         return (images.float() / 255 - mean) / std
 
     def denormalise(self, x: Tensor) -> Tensor:
         """Normalised images -> uint8."""
-        mean, std = (torch.tensor(v, device=x.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
+        mean, std = (constants(tuple(v), x.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
         return ((x.float() * std + mean) * 255).round().clamp(0, 255).byte()
 
 
@@ -181,7 +181,7 @@ def distort_colours(images: Tensor, u: Tensor) -> Tensor:
     value, chroma, hue = _value_chroma_hue(x)
     chroma = torch.minimum(chroma * (1 + 0.5 * spread(4)), value)
     hue = hue + 0.6 * spread(6)  # sixths of a turn
-    sector = (torch.tensor([5.0, 3.0, 1.0], device=x.device).view(1, 3, 1, 1) + hue) % 6
+    sector = (constants((5.0, 3.0, 1.0), x.device).view(1, 3, 1, 1) + hue) % 6
     x = value - chroma * torch.minimum(sector, 4 - sector).clamp(0, 1)
     return torch.where(first, x, (x * contrast).clamp(0, 255))
 

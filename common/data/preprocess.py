@@ -19,7 +19,7 @@ from timm.data.mixup import Mixup
 from torch import Tensor
 
 from ..models.hub import read_fields
-from ..seeding import derive_seed, hashed_uniform, seeded
+from ..seeding import constants, derive_seed, hashed_uniform, seeded
 from ..shifts import circular_shift
 
 __all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "PREPROCESSOR_NAME", "Mixing", "Preprocess", "RandomOperations",
@@ -70,7 +70,7 @@ class Preprocess:
 
     def canvas(self, images: Tensor) -> Tensor:
         """Normalised and resized, not yet cropped: what a standard shift with a crop starts from."""
-        mean, std = (torch.tensor(v, device=images.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
+        mean, std = (constants(tuple(v), images.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
         x = (images.float() / 255 - mean) / std  # before resizing: fewer pixels where images are small
         for dim, side in zip((-2, -1), self.canvas_size, strict=True):
             if x.shape[dim] != side:
@@ -94,7 +94,7 @@ class Preprocess:
             x = torch.where((u[:, 2] < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
         x = self.evaluate(x)
         if self.circular:
-            x = circular_shift(x, (u[:, 3:5] * torch.tensor(x.shape[-2:], device=x.device)).long())
+            x = circular_shift(x, (u[:, 3:5] * constants(tuple(x.shape[-2:]), x.device)).long())
         return _erase(x, index, self.erase, *seeds) if self.erase else x
 
 

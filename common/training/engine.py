@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, ProjectConfiguration, TorchDynamoPlugin, send_to_device, set_seed
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedType,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    send_to_device,
+    set_seed,
+)
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor
@@ -58,6 +65,7 @@ def _accelerator(options: RunOptions) -> Accelerator:
         step_scheduler_with_optimizer=False,  # one scheduler step per optimizer step, whatever the processes
         log_with=None if options.report_to == "none" else options.report_to.split(","),
         project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "tracking")),
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),  # else every batch waits for the last step
         dynamo_plugin=TorchDynamoPlugin(backend="inductor") if options.compile else None,
     )
 
