@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.attention import partition
-
 __all__ = [
     "in_whole_windows",
     "relative_position_index",
@@ -38,13 +36,13 @@ def shifted_window_mask(size: tuple[int, int], window: tuple[int, int], shift: t
     """
     if not any(shift):
         return None
-    region = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
-    for dim, (side, w, s) in enumerate(zip(size, window, shift, strict=True), 1):
-        side += -side % w
-        i = torch.arange(side, device=device)
-        band = (i >= side - w).long() + (i >= side - s).long() if s else torch.zeros_like(i)
-        region = region + 3 ** (dim - 1) * band.view([-1 if d == dim else 1 for d in range(4)])
-    region = partition(region, window)[0, :, :, 0]  # windows, tokens
+    bands = []
+    for side, w, s in zip(size, window, shift, strict=True):
+        i = torch.arange(side + -side % w, device=device)
+        band = (i >= len(i) - w).long() + (i >= len(i) - s).long() if s else torch.zeros_like(i)
+        bands.append(band.view(-1, w))  # of each row of windows, or column of them
+    region = 3 * bands[0][:, None, :, None] + bands[1][None, :, None, :]
+    region = region.flatten(2).flatten(0, 1)  # windows, tokens
     return (region[:, :, None] != region[:, None, :]) * -100.0
 
 

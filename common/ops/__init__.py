@@ -3,7 +3,7 @@
 A model or an anchor calls an operation and never asks where it runs. ``with reference():`` switches all kernels off.
 """
 
-from .attention import attend, attend_in_windows, partition, reverse
+from .attention import attend_in_windows
 from .depthwise import depthwise, kernel_weights, project
 from .dispatch import op, product_dtype, reference
 from .embed import embed
@@ -15,7 +15,6 @@ from .roll import circular_pad, convolve, roll
 
 __all__ = [
     "add_norm",
-    "attend",
     "attend_in_windows",
     "circular_pad",
     "convolve",
@@ -27,14 +26,12 @@ __all__ = [
     "merge_patches",
     "norm_ahead",
     "op",
-    "partition",
     "pool_heads",
     "pool_maximum",
     "product_dtype",
     "project",
     "reduce_patches",
     "reference",
-    "reverse",
     "roll",
     "with_positions",
 ]
