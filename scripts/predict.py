@@ -46,13 +46,6 @@ class Predictor:
     preprocess: Preprocess
     classes: list[str]
 
-    def prepare(self, pixels: np.ndarray) -> Tensor:
-        """An image (h, w, 3), uint8, of any size -> normalised (3, H, W), as in evaluation."""
-        height, width = self.preprocess.canvas_size
-        if pixels.shape[0] > height or pixels.shape[1] > width:  # before it becomes floating point numbers
-            pixels = np.array(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
-        return self.preprocess.evaluate(torch.tensor(pixels).permute(2, 0, 1)[None])[0]
-
     def restore(self, x: Tensor) -> np.ndarray:
         """A normalised image (3, H, W) -> colours (H, W, 3) in [0, 1]."""
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.preprocess.mean, self.preprocess.std))
@@ -151,7 +144,7 @@ def read_images(paths: Sequence[Path], predictors: list[Predictor]) -> tuple[dic
     for path in tqdm(paths, desc="read", leave=False, disable=len(paths) < BATCH):
         try:
             pixels = read_image(path)
-            images[path] = [predictor.prepare(pixels) for predictor in predictors]
+            images[path] = [predictor.preprocess.image(pixels) for predictor in predictors]
         except ValueError as error:
             broken[path] = str(error)
     return images, broken

@@ -45,6 +45,7 @@ class UperNet(HubModel):
     """
 
     model_type = "upernet"
+    last_layer = ("decode_head.classifier.", "auxiliary_head.classifier.")
 
     def __init__(self, *, backbone: str = "swin_tiny", backbone_args: Mapping[str, Any] | None = None,
                  img_size: int | tuple[int, int] = 448, in_chans: int = 3, num_classes: int = 150, channels: int = 512,
@@ -134,6 +135,7 @@ class UperNet(HubModel):
                 old = head.classifier
                 head.classifier = nn.Conv2d(old.in_channels, num_classes, 1).to(old.weight)
         self.num_classes = self.config["num_classes"] = num_classes
+        self.class_names = ()
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], tuple[int, ...]]:
         """How deep a parameter lies, by its name: the backbone's depths, then everything else; as in timm."""

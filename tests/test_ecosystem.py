@@ -1,16 +1,20 @@
 """timm: our models under its name, and its models made adaptive by one line. torch.func: several models at once."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-from conftest import randomize
-from timm.data import resolve_data_config
+from conftest import ROOT, randomize
+from timm.data import create_transform, resolve_data_config, resolve_model_data_config
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
+from torchvision.transforms.functional import to_pil_image
 
-from common import adapt, create_model, list_models
+from common import adapt, create_model, from_pretrained, list_models
+from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.splits import load_digits_data
 from common.evaluation.equivariance import assert_shift_equivariant, shift_error
 
 SHIFTS = ((1, 0), (0, 3), (17, 5), (-31, 40))
@@ -56,6 +60,59 @@ def test_pretrained_weights_by_timms_configuration() -> None:
     expected = type(expected).from_pretrained(source)
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(model(x), expected(x))
+
+
+SAVED = sorted(str(path.parent) for path in ROOT.glob("*/checkpoints/a_*/config.json"))
+
+
+def accuracy(model: Any) -> float:
+    """On held-out digits, prepared as timm prepares images for this model."""
+    transform = create_transform(**resolve_model_data_config(model), is_training=False)
+    split = load_digits_data()[1].head(100)
+    x = torch.stack([transform(to_pil_image(image)) for image in split.images])
+    with torch.no_grad():
+        return (model.eval()(x).argmax(1) == split.labels).float().mean().item()
+
+
+@pytest.mark.parametrize("source", SAVED)
+def test_timm_prepares_images_as_the_model_was_trained(source: str) -> None:
+    """Lost otherwise: timm's users get ImageNet's mean and std, and half of the labels are wrong without a word."""
+    model = from_pretrained(source)
+    config = resolve_model_data_config(model)
+    stored = Preprocess.load(Path(source) / PREPROCESSOR_NAME)
+    assert (config["mean"], config["std"]) == (stored.mean, stored.std)
+    assert (config["input_size"], config["crop_pct"]) == ((3, *stored.size), 1.0)
+    assert accuracy(model) > 0.9
+    adapted = from_pretrained(source, adaptive=False)
+    assert resolve_model_data_config(adapt(adapted)) == config
+
+
+def test_a_crop_from_a_larger_image_is_known_to_timm(tmp_path: Path) -> None:
+    model = create_model("a_swin_micro")
+    Preprocess((32, 32), resize=40).save(model.save_pretrained(tmp_path))
+    config = resolve_model_data_config(from_pretrained(str(tmp_path)))
+    assert (config["crop_pct"], config["crop_mode"]) == (0.8, "squash")
+
+
+@pytest.mark.parametrize("source", SAVED)
+def test_timm_loads_what_we_saved(source: str) -> None:
+    """``local-dir:`` and ``hf-hub:`` read ``architecture`` and ``pretrained_cfg`` of config.json."""
+    model: Any = timm.create_model(f"local-dir:{source}", pretrained=True).eval()
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(x), from_pretrained(source)(x))
+    assert accuracy(model) > 0.9
+    with pytest.warns(UserWarning, match="start anew for 3"):
+        model = timm.create_model(f"local-dir:{source}", pretrained=True, num_classes=3)
+    assert model(x).shape == (2, 3)
+    assert timm.create_model(f"local-dir:{source}", pretrained=True, num_classes=0)(x).shape == (2, model.num_features)
+    fresh = timm.create_model(f"local-dir:{source}")
+    assert fresh.state_dict().keys() == model.state_dict().keys()
+    assert not torch.equal(fresh(x)[:, :3], model(x))
+
+
+def test_the_architecture_of_saved_models_needs_a_source() -> None:
+    with pytest.raises(RuntimeError, match="create 'local-dir:FOLDER' or 'hf-hub:OWNER/NAME'"):
+        timm.create_model("shiftvit_swin")
 
 
 @pytest.mark.parametrize(("name", "arguments", "size"), [

@@ -40,6 +40,23 @@ def test_a_default_checkpoint_loads_as_adaptive(tmp_path: Path) -> None:
     )
 
 
+def test_names_of_classes_are_stored(tmp_path: Path) -> None:
+    model = create_model("a_swin_micro", num_classes=3)
+    names = ["cat", "chest of drawers, old", "Käfer / 甲虫"]
+    model.name_classes(names)
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(str(tmp_path))
+    assert loaded.class_names == tuple(names)
+    with pytest.warns(UserWarning, match="belong to 3 classes: they start anew for 2"):
+        assert from_pretrained(str(tmp_path), num_classes=2).class_names == ()
+    loaded.reset_classifier(3)  # type: ignore[operator]
+    assert loaded.class_names == ()
+    with pytest.raises(ValueError, match="tells 3 classes apart, but 2 are named"):
+        model.name_classes(["cat", "dog"])
+    with pytest.raises(ValueError, match="is no name of a class"):
+        model.name_classes(["cat", "dog", "two\nlines"])
+
+
 def test_reset_classifier_survives_saving(tmp_path: Path) -> None:
     model = create_model("a_swin_micro")
     model.reset_classifier(7)

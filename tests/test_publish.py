@@ -234,6 +234,12 @@ published = from_pretrained("team/published", token=False)  # anybody
 local = from_pretrained("swin/checkpoints/a_swin_micro")
 x = torch.randn(4, 3, 32, 32)
 print("published", torch.equal(published(x), local(x)))
+import timm
+theirs = timm.create_model("hf-hub:team/published@main", pretrained=True).eval()
+print("timm", torch.equal(theirs(x), local(x)), *timm.data.resolve_model_data_config(theirs)["std"])
+import transformers, common.transformers_models
+theirs = transformers.AutoModelForImageClassification.from_pretrained("team/published")
+print("transformers", torch.equal(theirs(x).logits, local(x)))
 """
 
 
@@ -265,7 +271,8 @@ def test_what_is_published_comes_back_to_the_bit(hub: HubServer, run: Path, tmp_
     names = ["a_swin_micro", "swin_micro", "a_swinv2_micro", "a_cvt_micro", "a_mvitv2_micro", "upernet_a_swin_micro"]
     said = ask(hub, tmp_path / "other_home", "-c", ROUND_TRIP + LOAD, *names)
     assert said.splitlines() == [*(f"{name} True" for name in names), "branch True", "wrong token: 401",
-                                 "published True"]  # fmt: skip
+                                 "published True", "timm True 0.35 0.35 0.35",
+                                 "transformers True"]  # fmt: skip
     assert all(hub.repositories[f"team/{name}"].private for name in names)
     assert any(request.startswith("PUT /objects/") for request in hub.requests)
 

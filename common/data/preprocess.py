@@ -18,14 +18,13 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.data.mixup import Mixup
 from torch import Tensor
 
-from ..models.hub import read_fields
+from ..models.hub import PREPROCESSOR_NAME, StoredInput, read_fields
 from ..seeding import constants, derive_seed, hashed_uniform, seeded
 from ..shifts import circular_shift
 
 __all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "PREPROCESSOR_NAME", "Mixing", "Preprocess", "RandomOperations",
            "check_finite"]  # fmt: skip
 
-PREPROCESSOR_NAME = "preprocessor_config.json"
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -48,7 +47,7 @@ class Preprocess:
     circular: bool = False
     erase: float = 0.0
 
-    STORED = ("size", "resize", "mean", "std")
+    STORED = StoredInput._fields
 
     @property
     def canvas_size(self) -> tuple[int, int]:
@@ -84,6 +83,13 @@ class Preprocess:
 
     def evaluate(self, images: Tensor) -> Tensor:
         return self.crop(self.canvas(images))
+
+    def image(self, pixels: np.ndarray) -> Tensor:
+        """One image (h, w, 3), uint8, of any size -> normalised (3, H, W), as in evaluation."""
+        height, width = self.canvas_size
+        if pixels.shape[0] > height or pixels.shape[1] > width:  # before it becomes floating point numbers
+            pixels = np.array(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
+        return self.evaluate(torch.tensor(pixels).permute(2, 0, 1)[None])[0]
 
     def train(self, images: Tensor, index: Tensor, *seeds: int) -> Tensor:
         u = hashed_uniform(index, 6, *seeds).float()

@@ -29,7 +29,7 @@ from .splits import Arrays, Encoded, Split, check_rows, load_digits_data
 
 __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "decode_image",
            "find_column", "load_data", "load_folder", "load_hub", "load_split", "open_image",
-           "read_labels"]  # fmt: skip
+           "read_labels", "see"]  # fmt: skip
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -243,20 +243,25 @@ def decode_image(content: bytes, most: int = MAX_PIXELS, upright: bool = True) -
     to 8, transparent parts on white, of an animation the first frame. Labels of pixels belong to pixels as they are
     stored, so their images are read with ``upright=False``."""
     with open_image(content, most) as image:
-        turn = UPRIGHT.get(_orientation(image)) if upright else None
-        if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-            levels = np.asarray(image).astype(np.uint32)  # Pillow would cut off what exceeds 255
-            seen = Image.fromarray(((levels + 128) // 257).astype(np.uint8)).convert("RGB")
-        elif image.mode in ("I", "F"):
-            raise ValueError(f"its pixels are 32-bit {'integers' if image.mode == 'I' else 'fractions'}, and nothing "
-                             "says which of them is white: save it with 8 or 16 bits")  # fmt: skip
-        elif image.has_transparency_data:
-            seen = Image.new("RGB", image.size, BACKGROUND)
-            pixels = image.convert("RGBA")
-            seen.paste(pixels, mask=pixels)
-        else:
-            seen = image.convert("RGB")
-        return np.asarray(seen if turn is None else seen.transpose(turn))
+        return see(image, upright)
+
+
+def see(image: Image.Image, upright: bool = True) -> np.ndarray:
+    """What ``decode_image`` makes of an opened image."""
+    turn = UPRIGHT.get(_orientation(image)) if upright else None
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        levels = np.asarray(image).astype(np.uint32)  # Pillow would cut off what exceeds 255
+        seen = Image.fromarray(((levels + 128) // 257).astype(np.uint8)).convert("RGB")
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"its pixels are 32-bit {'integers' if image.mode == 'I' else 'fractions'}, and nothing "
+                         "says which of them is white: save it with 8 or 16 bits")  # fmt: skip
+    elif image.has_transparency_data:
+        seen = Image.new("RGB", image.size, BACKGROUND)
+        pixels = image.convert("RGBA")
+        seen.paste(pixels, mask=pixels)
+    else:
+        seen = image.convert("RGB")
+    return np.asarray(seen if turn is None else seen.transpose(turn))
 
 
 def _orientation(image: Image.Image) -> Any:

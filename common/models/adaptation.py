@@ -33,7 +33,11 @@ def adapt(model: M, **options: Any) -> M:
     twin = cls(**{**config, "adaptive": True, **options})
     like = next(model.parameters())
     twin.to(device=like.device, dtype=like.dtype)
-    kept = {key: getattr(model, key) for key in ("grad_checkpointing", "pretrained_cfg") if hasattr(model, key)}
+    kept = {
+        key: getattr(model, key)
+        for key in ("grad_checkpointing", "pretrained_cfg", "class_names")
+        if hasattr(model, key)
+    }
     trains, training = {name: p.requires_grad for name, p in model.named_parameters()}, model.training
     twin.load_state_dict(model.state_dict(keep_vars=True), strict=True, assign=True)
     for name, parameter in twin.named_parameters():

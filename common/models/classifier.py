@@ -1,11 +1,13 @@
 """What the four architectures share: input checks, the canonical anchor, and timm's way of calling a classifier."""
 
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
 import torch
+from huggingface_hub.errors import EntryNotFoundError
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from ..anchors import Anchor, Canonical, NoAnchor
 from ..grid import Grid
 from ..ops.embed import embedded
 from ..ops.recompute import recompute
-from .hub import HubModel
+from .hub import OURS, PREPROCESSOR_NAME, HubModel, StoredInput, read_fields, resolve_file
 
 __all__ = [
     "Classifier",
@@ -25,6 +27,10 @@ __all__ = [
     "resolve_padding",
     "to_pair",
 ]
+
+TIMM_KEYS = ("input_size", "fixed_input_size", "pool_size", "mean", "std", "crop_pct", "crop_mode", "interpolation",
+             "first_conv", "classifier")  # fmt: skip
+"""What config.json tells timm of a model's images and layers."""
 
 Stages = list[tuple[Tensor, Tensor]]
 PaddingMode = Literal["zeros", "circular"]
@@ -181,6 +187,7 @@ class Classifier(HubModel):
         """Replace the last layer; ``num_classes=0`` leaves pooled features."""
         self.head.reset(num_classes, global_pool)  # type: ignore[operator]
         self.num_classes = self.config["num_classes"] = num_classes
+        self.class_names = ()
 
     def freeze(self, stages: int) -> None:
         """Keep the stem and the first ``stages`` stages as they are in training; -1: everything but the head."""
@@ -213,6 +220,28 @@ class Classifier(HubModel):
             return (1, int(found[1])) if coarse else (1, int(found[1]), -1 if found[2] is None else int(found[2]))
 
         return depth
+
+    @classmethod
+    def from_pretrained(cls, source: str | os.PathLike[str], **kwargs: Any) -> Self:
+        """As ``HubModel.from_pretrained``. The preprocessor file, where there is one, tells timm mean, std and size."""
+        model = super().from_pretrained(source, **kwargs)
+        hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in kwargs}
+        try:
+            stored = read_fields(StoredInput, StoredInput._fields, resolve_file(source, PREPROCESSOR_NAME, **hub))
+        except (FileNotFoundError, EntryNotFoundError):
+            return model
+        model.set_input(**stored | ({"size": model.img_size, "resize": None} if "img_size" in kwargs else {}))
+        return model
+
+    def set_input(self, *, size: tuple[int, int], resize: int | None = None, **normalisation: Any) -> None:
+        """Tell timm how the model's images are prepared: as a preprocessor file says."""
+        crop = {"crop_pct": size[0] / (resize or size[0]), "crop_mode": "squash"}
+        size_of_input = {"input_size": (self.in_chans, *size)}
+        self.pretrained_cfg = {**self.default_cfg, **normalisation, **crop, **size_of_input}
+
+    def timm_config(self) -> dict[str, Any]:
+        kept = {key: value for key, value in self.default_cfg.items() if key in TIMM_KEYS}
+        return {"architecture": OURS + self.model_type, "pretrained_cfg": kept}
 
     @property
     def default_cfg(self) -> dict[str, Any]:

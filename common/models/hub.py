@@ -1,17 +1,16 @@
 """Save, load and publish: config.json plus model.safetensors, by directory or by Hub repository.
 
 Weights travel as safetensors only. Nothing is ever unpickled, every tensor must be there with its shape, and a config
-may only hold the arguments of the model's constructor, plain and within bounds. A model takes no memory before the
+may only hold the arguments of the model's constructor, plain and within bounds, the names of its classes (``id2label``)
+and what timm reads (``architecture``, ``pretrained_cfg``). A model takes no memory before the
 header of its weights has shown that they are its own: what a repository can make us allocate is about its own size.
 """
 
 import inspect
 import json
 import os
-import re
 import tempfile
-import types
-import typing
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -23,24 +22,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..ops.ahead import compile_kernels
+from .configs import StoredInput, check_names, check_types, read_config, read_fields
 
-__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "HubModel", "compile_options", "load_weights", "read_config",
-           "read_fields", "resolve_file", "upload_directory"]  # fmt: skip
+__all__ = ["CONFIG_NAME", "OURS", "PREPROCESSOR_NAME", "WEIGHTS_NAME", "HubModel", "StoredInput", "compile_options",
+           "load_weights", "read_config", "read_fields", "resolve_file", "upload_directory"]  # fmt: skip
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+PREPROCESSOR_NAME = "preprocessor_config.json"
+OURS = "shiftvit_"  # stands before the type of a model in config.json: transformers has a "swin" of its own
+FOR_TIMM = ("architecture", "pretrained_cfg")  # what config.json holds for timm, and we do not read
 PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 
 # what no file of a model has more of; each is several times the largest of our own
-MAX_JSON = 2**20  # bytes of a JSON file
 MAX_HEADER = 2**24  # bytes of the header of a safetensors file
-MAX_ITEMS = 64  # entries of a list in a config
-MAX_NUMBER = 2**16  # a number in a config
-MAX_SIDE = 2**12  # pixels of an image's side
-MAX_BLOCKS = 512  # the sum of depths
 MAX_BUFFERS = 2**28  # bytes of what a model computes from its config and does not store
-SIDES = ("img_size", "resize", "size")
-TEXT = re.compile(r"[\w.-]{0,64}")
 
 
 class HubModel(nn.Module):
@@ -49,6 +45,8 @@ class HubModel(nn.Module):
     model_type: ClassVar[str]
     img_size: tuple[int, int]
     in_chans: int
+    last_layer: ClassVar[tuple[str, ...]] = ("head.",)  # how the names of weights begin that belong to the classes
+    class_names: tuple[str, ...] = ()  # in the order of the outputs; empty: not known
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -63,7 +61,7 @@ class HubModel(nn.Module):
         """
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
-        config = {"model_type": self.model_type, **self.config}
+        config = self.stored_config()
         state = {name: tensor.contiguous() for name, tensor in (state_dict or self.state_dict()).items()}
         for name, write in (
             (CONFIG_NAME, lambda path: Path(path).write_text(json.dumps(config, indent=2) + "\n")),
@@ -74,27 +72,61 @@ class HubModel(nn.Module):
             os.replace(temporary, directory / name)
         return directory
 
+    def stored_config(self) -> dict[str, Any]:
+        """What config.json holds: the arguments, the names of the classes, and what timm needs to know."""
+        names = self.class_names
+        labels = {"id2label": {str(i): name for i, name in enumerate(names)}} if names else {}
+        return {"model_type": OURS + self.model_type, **self.config, **labels, **self.timm_config()}
+
+    def name_classes(self, names: Sequence[str]) -> None:
+        """Set ``class_names``, which are saved with the model."""
+        if len(names) != self.config["num_classes"]:
+            raise ValueError(f"the model tells {self.config['num_classes']} classes apart, but {len(names)} are named")
+        self.class_names = check_names(names, "class_names")
+
+    def timm_config(self) -> dict[str, Any]:
+        """The entries of config.json that timm reads; none where timm has no such model."""
+        return {}
+
     @classmethod
     def from_pretrained(cls, source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None,
                         cache_dir: str | None = None, local_files_only: bool = False,
                         **overrides: Any) -> Self:  # fmt: skip
         """Load from a directory or a Hub repository. ``overrides`` replace config entries, for instance
-        ``adaptive=True``: an adaptive model has exactly the weights of its default."""
+        ``adaptive=True``: an adaptive model has exactly the weights of its default. With another ``num_classes`` the
+        last layer starts anew, and a warning says so."""
         hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        config, names = cls.read_arguments(source, overrides, **hub)
+        arguments, weights = {**config, **overrides}, resolve_file(source, WEIGHTS_NAME, **hub)
+        same = arguments.get("num_classes") == config.get("num_classes")
+        may_differ = None if same else cls.last_layer
+        check_outline(cls, arguments, weights, str(source), may_differ)
+        model = cls(**arguments)
+        if fresh := load_weights(model, weights, may_differ):
+            warnings.warn(f"{', '.join(fresh)} of {source} belong to {config['num_classes']} classes: they start anew "
+                          f"for {arguments['num_classes']} and need training", stacklevel=2)  # fmt: skip
+        model.class_names = names if same else ()
+        return model.eval()
+
+    @classmethod
+    def read_arguments(cls, source: str | os.PathLike[str], overrides: Mapping[str, Any],
+                       **hub: Any) -> tuple[dict[str, Any], tuple[str, ...]]:  # fmt: skip
+        """The arguments of a stored model and the names of its classes, checked. ``overrides`` must be known, too."""
         config = read_config(resolve_file(source, CONFIG_NAME, **hub))
-        model_type = config.pop("model_type", None)
+        model_type = config.pop("model_type", "").removeprefix(OURS)
         if model_type != cls.model_type:
             raise ValueError(f"{source} holds a {model_type!r} model, not {cls.model_type!r}: "
                              "use common.from_pretrained, which picks the class")  # fmt: skip
+        names: tuple[str, ...] = config.pop("id2label", ())
+        config = {key: value for key, value in config.items() if key not in FOR_TIMM}
         known = set(inspect.signature(cls.__init__).parameters) - {"self"}
         if unknown := sorted((set(config) | set(overrides)) - known):
             raise ValueError(f"config of {source} has unknown keys {unknown}: {cls.__name__} takes {sorted(known)}")
         check_types(cls, config, str(source))
-        arguments, weights = {**config, **overrides}, resolve_file(source, WEIGHTS_NAME, **hub)
-        check_outline(cls, arguments, weights, str(source))
-        model = cls(**arguments)
-        load_weights(model, weights)
-        return model.eval()
+        if names and len(names) != config.get("num_classes"):
+            raise ValueError(f"config of {source}: id2label has {len(names)} names for {config.get('num_classes')} "
+                             "classes")  # fmt: skip
+        return config, names
 
     def compile(self, *, mode: str | None = None, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """As ``nn.Module.compile``. Each call then checks that images and model are such as were compiled, but not that
@@ -173,90 +205,10 @@ def _locate(source: str | os.PathLike[str], name: str, **hub: Any) -> Path:
     return Path(hf_hub_download(str(source), name, **hub))
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Read config.json or preprocessor_config.json: an object of names, numbers and lists of them, within bounds.
-
-    JSON lists come back as the tuples they were.
-    """
-    with path.open("rb") as file:
-        content = file.read(MAX_JSON + 1)
-    if len(content) > MAX_JSON:
-        raise ValueError(f"{path} has more than {MAX_JSON:,} bytes: it is no config of a model, and is not read")
-    try:
-        config = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): save the model again or fetch the file anew") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    if not isinstance(config.get("model_type", ""), str):
-        raise ValueError(f"{path}: model_type is {type(config['model_type']).__name__}, expected the name of a model")
-    return {key: _plain(value, key, f"{path}: {key}") for key, value in config.items()}
-
-
-def _plain(value: Any, key: str, where: str, depth: int = 0) -> Any:
-    """``value`` with tuples for lists; raises unless it is plain: numbers, names, and lists or objects of them."""
-    if isinstance(value, (list, dict)):
-        if depth == 2 or len(value) > MAX_ITEMS:
-            raise ValueError(f"{where} is nested too deeply or has more than {MAX_ITEMS} entries: no argument of a "
-                             "model is like that")  # fmt: skip
-        if isinstance(value, list):
-            value = tuple(_plain(v, key, where, depth + 1) for v in value)
-            if key == "depths" and sum(v for v in value if isinstance(v, (int, float))) > MAX_BLOCKS:
-                raise ValueError(f"{where} is {value}: more than {MAX_BLOCKS} blocks are refused")
-            return value
-        return {k: _plain(v, k, f"{where}.{k}", depth + 1) for k, v in value.items()}
-    if isinstance(value, str) and not TEXT.fullmatch(value):
-        raise ValueError(f"{where} is {value[:64]!r}: a config names things by letters, digits and '._-', it holds "
-                         "neither paths nor code")  # fmt: skip
-    most = MAX_SIDE if key in SIDES else MAX_NUMBER
-    if isinstance(value, (int, float)) and not abs(value) <= most:  # also refuses NaN
-        raise ValueError(f"{where} is {str(value)[:24]}: numbers beyond {most:,} are refused here")
-    return value
-
-
-def check_types(cls: type[HubModel], config: dict[str, Any], where: str) -> None:
-    """Raise a ValueError unless every entry of a config has the type that the constructor of ``cls`` declares."""
-    hints = typing.get_type_hints(cls.__init__)
-    for key, value in config.items():
-        if not _fits(value, hints[key]):
-            shown = str(hints[key]) if typing.get_origin(hints[key]) else hints[key].__name__
-            raise ValueError(f"config of {where}: {key} is {value!r}, expected {shown}")
-
-
-def read_fields(kind: type, keys: Sequence[str], path: Path) -> dict[str, Any]:
-    """Read preprocessor_config.json: fields ``keys`` of a data class, each of its type, sizes and scales positive."""
-    stored, hints = read_config(path), typing.get_type_hints(kind)
-    if unknown := sorted(set(stored) - set(keys)):
-        raise ValueError(f"{path} has unknown keys {str(unknown)[:100]}: {kind.__name__} takes {list(keys)}")
-    if "size" not in stored:
-        raise ValueError(f"{path} names no size: expected [height, width]")
-    for key, value in stored.items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        if not _fits(value, hints[key]) or (key != "mean" and any(n is not None and n <= 0 for n in numbers)):
-            positive = "" if key == "mean" else ", positive"
-            raise ValueError(f"{path}: {key} is {str(value)[:80]}, expected {hints[key]}{positive}: mend the file, or "
-                             "save the model again")  # fmt: skip
-    return stored
-
-
-def _fits(value: Any, annotation: Any) -> bool:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is Any:
-        return True
-    if origin in (types.UnionType, typing.Union):
-        return any(_fits(value, a) for a in arguments)
-    if origin is typing.Literal:
-        return value in arguments
-    if origin is tuple:
-        kinds = arguments[:1] * len(value) if isinstance(value, tuple) and arguments[-1] is Ellipsis else arguments
-        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_fits, value, kinds))
-    if annotation in (int, float):
-        return isinstance(value, int if annotation is int else (int, float)) and not isinstance(value, bool)
-    return isinstance(value, origin or annotation)
-
-
-def check_outline(cls: type[HubModel], arguments: dict[str, Any], weights: Path, where: str) -> None:
-    """Raise a ValueError unless ``cls(**arguments)`` has just the tensors that the header of ``weights`` lists.
+def check_outline(cls: type[HubModel], arguments: dict[str, Any], weights: Path, where: str,
+                  may_differ: tuple[str, ...] | None = None) -> None:  # fmt: skip
+    """Raise a ValueError unless ``cls(**arguments)`` has just the tensors that the header of ``weights`` lists; those
+    whose name begins with ``may_differ`` may have other shapes.
 
     The model is built without memory for this, so that a config of absurd size costs nothing.
     """
@@ -267,7 +219,7 @@ def check_outline(cls: type[HubModel], arguments: dict[str, Any], weights: Path,
     except Exception as error:
         raise ValueError(f"config of {where} describes no {cls.__name__}: {error}") from error
     stored = outline.state_dict()
-    check_state(stored, found, str(weights))
+    check_state(_without(stored, may_differ), _without(found, may_differ), str(weights))
     computed = sum(b.numel() * b.element_size() for name, b in outline.named_buffers() if name not in stored)
     if computed > MAX_BUFFERS:
         raise ValueError(f"config of {where} asks for {computed:,} bytes of tables besides the weights, more than "
@@ -306,12 +258,18 @@ def load_weights(model: nn.Module, path: Path, may_differ: str | tuple[str, ...]
     read_header(path)
     state = load_file(path)
     own = model.state_dict()
+    if may_differ and not any(name.startswith(may_differ) for name in own):  # a model without a last layer
+        state = _without(state, may_differ)
     kept = [name for name, tensor in own.items() if may_differ and name.startswith(may_differ)
             and name in state and state[name].shape != tensor.shape]  # fmt: skip
     state |= {name: own[name] for name in kept}
     check_state(own, state, str(path))
     model.load_state_dict(state, strict=True)
     return kept
+
+
+def _without(state: Mapping[str, Any], prefix: str | tuple[str, ...] | None) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if not (prefix and name.startswith(prefix))}
 
 
 def check_state(expected: Mapping[str, Tensor], state: Mapping[str, Tensor | Entry], where: str) -> None:

@@ -5,13 +5,15 @@ import difflib
 import importlib
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any, TypeVar
 
-from .hub import CONFIG_NAME, HubModel, read_config, resolve_file
-from .timm_models import expose
+from .hub import CONFIG_NAME, OURS, HubModel, read_config, resolve_file
+from .timm_models import expose, expose_saved
 
 __all__ = [
     "MODEL_ARGUMENTS",
+    "class_of",
     "create_model",
     "defaults",
     "from_pretrained",
@@ -81,16 +83,25 @@ def from_pretrained(source: str, **kwargs: Any) -> HubModel:
     """Load a model from a directory or Hub repository; its class is the one that config.json names."""
     hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
     config = read_config(resolve_file(source, CONFIG_NAME, **hub))
-    model_type = config.get("model_type")
+    model_type = config.get("model_type", "").removeprefix(OURS)
     if model_type not in PACKAGES:
-        raise ValueError(f"{source}: model_type is {model_type!r}, expected one of {tuple(PACKAGES)}")
+        raise ValueError(f"{source}: model_type is {model_type!r}, expected one of {tuple(OURS + t for t in PACKAGES)}")
+    return class_of(model_type).from_pretrained(source, **kwargs)
+
+
+def class_of(model_type: str) -> type[HubModel]:
+    """The class of models of a type."""
     importlib.import_module(PACKAGES[model_type])
-    classes = {cls.model_type: cls for cls in _subclasses(HubModel) if "model_type" in vars(cls)}
-    return classes[model_type].from_pretrained(source, **kwargs)
+    return {cls.model_type: cls for cls in _subclasses(HubModel) if "model_type" in vars(cls)}[model_type]
 
 
 def _subclasses(cls: type[HubModel]) -> list[type[HubModel]]:
     return [sub for child in cls.__subclasses__() for sub in (child, *_subclasses(child))]
+
+
+for _type in PACKAGES:
+    if _type != "upernet":  # timm has classifiers only
+        expose_saved(OURS + _type, partial(class_of, _type))
 
 
 MODEL_ARGUMENTS: dict[str, Any] = {

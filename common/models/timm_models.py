@@ -1,4 +1,5 @@
-"""Our models under their names in timm: ``timm.create_model("a_swin_tiny")`` after ``import swin``.
+"""Our models in timm: ``timm.create_model("a_swin_tiny")`` after ``import swin``, and what we saved by
+``timm.create_model("local-dir:FOLDER", pretrained=True)`` or ``"hf-hub:OWNER/NAME"`` after ``import common``.
 
 A name that timm uses itself (``mvitv2_tiny``) stays timm's.
 """
@@ -15,26 +16,50 @@ from .hub import WEIGHTS_NAME, HubModel, load_weights, resolve_file
 
 __all__: list[str] = []
 
+Source = tuple[str, dict[str, Any]]
+"""A directory or Hub id, and where on the Hub."""
+
 
 def expose(name: str, build: Callable[..., HubModel]) -> None:
     """Let timm build ``name``."""
+
+    def load(source: Source | None, pretrained: bool, **kwargs: Any) -> HubModel:
+        model = build(**kwargs)
+        if pretrained and source is None:
+            raise RuntimeError(f"no weights of {name} are published yet: give pretrained_cfg={{'hf_hub_id': ...}} "
+                               "or {'file': directory}, or convert timm's (convert.py)")  # fmt: skip
+        if pretrained and source is not None:
+            load_weights(model, resolve_file(source[0], WEIGHTS_NAME, **source[1]), model.last_layer)
+        return model
+
+    _register(name, load)
+
+
+def expose_saved(name: str, find: Callable[[], type[HubModel]]) -> None:
+    """Let timm build what a config.json of architecture ``name`` describes; ``find`` gives its class."""
+
+    def load(source: Source | None, pretrained: bool, **kwargs: Any) -> HubModel:
+        if source is None:
+            raise RuntimeError(f"{name} is the architecture of saved models: create 'local-dir:FOLDER' or "
+                               "'hf-hub:OWNER/NAME', or a model of common.list_models()")  # fmt: skip
+        if pretrained:
+            return find().from_pretrained(source[0], **source[1], **kwargs)
+        return find()(**{**find().read_arguments(source[0], kwargs, **source[1])[0], **kwargs})
+
+    _register(name, load)
+
+
+def _register(name: str, load: Callable[..., HubModel]) -> None:
     if timm.is_model(name):
         return
 
     def entry(pretrained: bool = False, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None,
               cache_dir: str | None = None, features_only: bool = False, out_indices: Any = None,
               **kwargs: Any) -> nn.Module:  # fmt: skip
-        model: Any = build(**kwargs)
         config = pretrained_cfg if isinstance(pretrained_cfg, dict) else getattr(pretrained_cfg, "to_dict", dict)()
-        settings = {**model.default_cfg, **config, **(pretrained_cfg_overlay or {}), "architecture": name}
-        model.pretrained_cfg = model.default_cfg = settings
-        if pretrained:
-            source = settings.get("file") or settings.get("hf_hub_id")
-            if not source:
-                raise RuntimeError(f"no weights of {name} are published yet: give pretrained_cfg={{'hf_hub_id': ...}} "
-                                   "or {'file': directory}, or convert timm's (convert.py)")  # fmt: skip
-            where = resolve_file(source, WEIGHTS_NAME, **({} if settings.get("file") else {"cache_dir": cache_dir}))
-            load_weights(model, where, may_differ="head.")
+        config = {**config, **(pretrained_cfg_overlay or {})}
+        model: Any = load(_source(config, cache_dir), pretrained, **kwargs)
+        model.pretrained_cfg = model.default_cfg = {**model.default_cfg, **config, "architecture": name}
         if not features_only:
             return model
         return FeatureGetterNet(model, out_indices=out_indices or len(model.feature_info))
@@ -43,3 +68,10 @@ def expose(name: str, build: Callable[..., HubModel]) -> None:
     entry.__module__ = __name__
     setattr(sys.modules[__name__], name, entry)
     timm.models.register_model(entry)
+
+
+def _source(config: dict[str, Any], cache_dir: str | None) -> Source | None:
+    if config.get("file"):
+        return config["file"], {}
+    repository, _, revision = (config.get("hf_hub_id") or "").partition("@")  # as timm writes it
+    return (repository, {"revision": revision or None, "cache_dir": cache_dir}) if repository else None
