@@ -1,0 +1,194 @@
+"""Our models in transformers: after ``import common.transformers_models`` the ``Auto`` classes and ``pipeline`` load
+what we save.
+
+``AutoModelForImageClassification.from_pretrained(FOLDER)`` and ``pipeline("image-classification", FOLDER)`` give our
+logits to the bit: files are read by ``common.from_pretrained`` and images prepared as in evaluation. Nothing is
+unpickled and no remote code runs. Needs ``pip install 'shift-equivariant-vits[transformers]'``.
+"""
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    AutoModelForSemanticSegmentation,
+    BatchFeature,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.image_processing_utils import BaseImageProcessor
+from transformers.modeling_outputs import ImageClassifierOutput, SemanticSegmenterOutput
+
+from segmentation.preprocess import ScenePreprocess
+
+from .data.preprocess import PREPROCESSOR_NAME, Preprocess
+from .data.sources import see
+from .evaluation.metrics import IGNORE_INDEX
+from .models.hub import OURS, HubModel, resolve_file
+from .models.registry import PACKAGES, class_of
+
+__all__ = ["Classifier", "ClassifierProcessor", "Config", "Segmenter", "SegmenterProcessor"]
+
+HUB = ("revision", "token", "cache_dir", "local_files_only")
+WITHOUT_EFFECT = ("_from_auto", "_from_pipeline", "adapter_kwargs", "ignore_mismatched_sizes", "low_cpu_mem_usage",
+                  "trust_remote_code", "use_safetensors")  # fmt: skip
+
+
+class Config(PreTrainedConfig):
+    """config.json as transformers sees it: the arguments of the model and the names of its classes."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.id2label is None and "num_classes" in kwargs:
+            kwargs.setdefault("num_labels", kwargs["num_classes"])
+        super().__post_init__(**kwargs)
+        self.label2id = {name: int(i) for i, name in (self.id2label or {}).items()}
+
+    def arguments(self, kind: type[HubModel]) -> dict[str, Any]:
+        """Those of ``kind`` that are given here; as many classes as there are labels."""
+        names = [name for name in inspect.signature(kind.__init__).parameters if hasattr(self, name)]
+        found = {name: getattr(self, name) for name in names}
+        found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        return {**found, "num_classes": self.num_labels}
+
+
+class _Model(PreTrainedModel):
+    """One of our models, ``model``, with the signature of transformers."""
+
+    main_input_name = "pixel_values"
+    config: Any
+    config_class: Any
+    kind: ClassVar[type[HubModel]]
+
+    def __init__(self, config: Config, model: HubModel | None = None) -> None:
+        super().__init__(config)
+        self.model: Any = self.kind(**config.arguments(self.kind)) if model is None else model
+
+    @classmethod
+    def from_pretrained(cls, source: str | os.PathLike[str], *, config: Any = None,  # type: ignore[override]
+                        dtype: Any = None, **kwargs: Any) -> "_Model":  # fmt: skip
+        hub = {key: kwargs.pop(key) for key in HUB if key in kwargs}
+        if unknown := sorted(k for k, value in kwargs.items() if k not in WITHOUT_EFFECT and value is not None):
+            raise ValueError(f"{unknown} do not apply to {cls.__name__}: load the model, then move it with .to(device)")
+        if config is None:
+            config = cls.config_class.from_pretrained(source, **hub)
+        stored, _ = cls.kind.read_arguments(source, {}, **hub)
+        changed = {k: value for k, value in config.arguments(cls.kind).items() if value != stored.get(k)}
+        model = cls.kind.from_pretrained(source, **hub, **changed)
+        return cls(config, model.to(dtype) if isinstance(dtype, torch.dtype) else model).eval()
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str],  # type: ignore[override]
+                        state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:  # fmt: skip
+        """As ``common`` saves a model: the same files."""
+        names = [self.config.id2label[i] for i in range(self.config.num_labels)]
+        if names != [f"LABEL_{i}" for i in range(len(names))]:  # what transformers says where it knows none
+            self.model.name_classes(names)
+        state = {name.removeprefix("model."): tensor for name, tensor in (state_dict or self.state_dict()).items()}
+        self.model.save_pretrained(save_directory, state)
+
+
+class Classifier(_Model):
+    """Images (B, 3, H, W) -> logits (B, classes)."""
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, return_dict: bool | None = None) -> Any:
+        logits = self.model(pixel_values)
+        loss: Any = None if labels is None else F.cross_entropy(logits, labels)
+        output = ImageClassifierOutput(loss=loss, logits=logits)
+        return output.to_tuple() if return_dict is False else output
+
+
+class Segmenter(_Model):
+    """Images (B, 3, H, W) -> logits (B, classes, H, W)."""
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, return_dict: bool | None = None) -> Any:
+        logits = self.model(pixel_values)
+        loss: Any = None if labels is None else F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
+        output = SemanticSegmenterOutput(loss=loss, logits=logits)
+        return output.to_tuple() if return_dict is False else output
+
+
+class _Processor(BaseImageProcessor):
+    """Images of any size -> what the model takes, as in evaluation."""
+
+    model_input_names = ["pixel_values"]  # noqa: RUF012
+    kind: ClassVar[Any]
+
+    def __init__(self, preprocess: Any) -> None:
+        super().__init__()
+        self.preprocessing = preprocess
+
+    @classmethod
+    def from_pretrained(cls, source: str | os.PathLike[str], **kwargs: Any) -> "_Processor":  # type: ignore[override]
+        hub = {key: kwargs[key] for key in HUB if key in kwargs}
+        return cls(cls.kind.load(resolve_file(source, PREPROCESSOR_NAME, **hub)))
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:  # type: ignore[override]
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        self.preprocessing.save(Path(save_directory))
+
+    def to_dict(self) -> dict[str, Any]:
+        stored = {key: getattr(self.preprocessing, key) for key in self.kind.STORED}
+        return {"image_processor_type": type(self).__name__, **stored}
+
+    def preprocess(self, images: Any, return_tensors: str | None = None, **kwargs: Any) -> BatchFeature:
+        """``images``: a Pillow image, a uint8 array (h, w, 3) or tensor (3, h, w), or several of them."""
+        batch = images if isinstance(images, (list, tuple)) or getattr(images, "ndim", 0) == 4 else [images]
+        return BatchFeature({"pixel_values": self.prepare([to_pixels(image) for image in batch])})
+
+    def prepare(self, images: list[np.ndarray]) -> Tensor:
+        raise NotImplementedError
+
+
+class ClassifierProcessor(_Processor):
+    kind = Preprocess
+
+    def prepare(self, images: list[np.ndarray]) -> Tensor:
+        return torch.stack([self.preprocessing.image(pixels) for pixels in images])
+
+
+class SegmenterProcessor(_Processor):
+    kind = ScenePreprocess
+
+    def prepare(self, images: list[np.ndarray]) -> Tensor:
+        return self.preprocessing.evaluate([torch.tensor(pixels).permute(2, 0, 1) for pixels in images])
+
+    def post_process_semantic_segmentation(self, outputs: Any, target_sizes: Any = None) -> list[Tensor]:
+        """A label per pixel for each image, (h, w) of ``target_sizes`` or as large as the logits."""
+        sizes = target_sizes if target_sizes is not None else [outputs.logits.shape[-2:]] * len(outputs.logits)
+        return [F.interpolate(logits[None], tuple(map(int, size)), mode="bilinear")[0].argmax(0)
+                for logits, size in zip(outputs.logits, sizes, strict=True)]  # fmt: skip
+
+
+def to_pixels(image: Any) -> np.ndarray:
+    """(h, w, 3) uint8."""
+    if isinstance(image, Image.Image):
+        return see(image)
+    pixels = image.permute(1, 2, 0).numpy() if isinstance(image, Tensor) else np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        raise ValueError(f"expected Pillow images, uint8 arrays (h, w, 3) or uint8 tensors (3, h, w), got "
+                         f"{type(image).__name__} of shape {tuple(image.shape)} and type {image.dtype}")  # fmt: skip
+    return pixels
+
+
+def _register() -> None:
+    for model_type in PACKAGES:
+        dense = model_type == "upernet"
+        base, auto, processor = ((Segmenter, AutoModelForSemanticSegmentation, SegmenterProcessor) if dense else
+                                 (Classifier, AutoModelForImageClassification, ClassifierProcessor))  # fmt: skip
+        kind = class_of(model_type)
+        config = type(f"Shift{kind.__name__}Config", (Config,), {"model_type": OURS + model_type})
+        model = type(f"Shift{kind.__name__}{base.__name__}", (base,), {"config_class": config, "kind": kind})
+        AutoConfig.register(OURS + model_type, config)
+        auto.register(config, model)
+        AutoImageProcessor.register(config, image_processor_classes={"pil": processor, "torchvision": processor})
+
+
+_register()

@@ -1,0 +1,123 @@
+"""transformers: its ``Auto`` classes and pipelines load what we save, and give our logits to the bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, randomize
+from PIL import Image
+
+from common import create_model, from_pretrained, list_models
+from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.splits import load_digits_data
+from segmentation.data import load_digit_scenes
+from segmentation.preprocess import ScenePreprocess
+
+transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("common.transformers_models")
+
+SWIN, UPERNET = (str(ROOT / path) for path in ("swin/checkpoints/a_swin_micro",
+                                               "segmentation/checkpoints/upernet_a_swin_micro"))  # fmt: skip
+
+
+def picture(i: int) -> Image.Image:
+    return Image.fromarray(load_digits_data()[1].images[i].permute(1, 2, 0).numpy())
+
+
+@torch.no_grad()
+def test_a_classifier_gives_our_logits() -> None:
+    """Lost otherwise: transformers takes a checkpoint for a Swin of its own, and answers with random weights."""
+    config = transformers.AutoConfig.from_pretrained(SWIN)
+    assert config.model_type == "shiftvit_swin"
+    assert config.num_labels == 10
+    model = transformers.AutoModelForImageClassification.from_pretrained(SWIN)
+    processor = transformers.AutoImageProcessor.from_pretrained(SWIN)
+    images = load_digits_data()[1].images[:8]
+    x = Preprocess.load(Path(SWIN) / PREPROCESSOR_NAME).evaluate(images)
+    given = processor([picture(i) for i in range(8)], return_tensors="pt")
+    assert torch.equal(given["pixel_values"], x)
+    assert torch.equal(processor(images)["pixel_values"], x)
+    assert torch.equal(model(**given).logits, from_pretrained(SWIN)(x))
+    loss = model(**given, labels=load_digits_data()[1].labels[:8]).loss
+    assert loss < 1
+
+
+def test_the_pipeline_gives_our_probabilities() -> None:
+    pipe = transformers.pipeline("image-classification", model=SWIN, device="cpu")
+    with torch.no_grad():
+        x = Preprocess.load(Path(SWIN) / PREPROCESSOR_NAME).image(
+            load_digits_data()[1].images[0].permute(1, 2, 0).numpy()
+        )
+        expected = from_pretrained(SWIN)(x[None]).softmax(1)[0].topk(3)
+    found = pipe(picture(0), top_k=3)
+    assert [pipe.model.config.label2id[best["label"]] for best in found] == expected.indices.tolist()
+    assert [best["score"] for best in found] == pytest.approx(expected.values.tolist(), rel=1e-5)
+    assert (
+        pipe(picture(0), top_k=1, function_to_apply="none")[0]["score"] == from_pretrained(SWIN)(x[None]).max().item()
+    )
+
+
+@torch.no_grad()
+def test_a_segmenter_gives_our_logits() -> None:
+    model = transformers.AutoModelForSemanticSegmentation.from_pretrained(UPERNET)
+    processor = transformers.AutoImageProcessor.from_pretrained(UPERNET)
+    images = load_digit_scenes(train=1, test=2)[1].images
+    given = processor([image.permute(1, 2, 0).numpy() for image in images], return_tensors="pt")
+    x = ScenePreprocess.load(Path(UPERNET) / PREPROCESSOR_NAME).evaluate(images)
+    assert torch.equal(given["pixel_values"], x)
+    output, expected = model(**given), from_pretrained(UPERNET)(x)
+    assert torch.equal(output.logits, expected)
+    masks = processor.post_process_semantic_segmentation(output, target_sizes=[(64, 64), (128, 96)])
+    assert torch.equal(masks[0], expected[0].argmax(0))
+    assert masks[1].shape == (128, 96)
+    pipe = transformers.pipeline("image-segmentation", model=UPERNET, device="cpu")
+    assert len(pipe(Image.fromarray(images[0].permute(1, 2, 0).numpy()))) >= 2
+
+
+@pytest.mark.parametrize("name", list_models("a_*_micro"))
+@torch.no_grad()
+def test_every_architecture_saved_there_and_here_is_the_same(name: str, tmp_path: Path) -> None:
+    """Also with names of classes: what transformers saves, ``common`` loads."""
+    model = randomize(create_model(name, num_classes=3)).eval()
+    model.class_names = ("cat", "chest of drawers", "Käfer/bug")
+    model.save_pretrained(tmp_path / "ours")
+    theirs = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
+    assert theirs.config.id2label == dict(enumerate(model.class_names))
+    theirs.save_pretrained(tmp_path / "theirs")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "theirs" / file).read_bytes() == (tmp_path / "ours" / file).read_bytes()
+    x = torch.randn(2, 3, *model.img_size)
+    assert torch.equal(theirs(x).logits, model(x))
+
+
+def test_other_classes_and_other_arguments(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="start anew for 3"):
+        model = transformers.AutoModelForImageClassification.from_pretrained(
+            SWIN, id2label={0: "a", 1: "b", 2: "c"}, ignore_mismatched_sizes=True, adaptive=False
+        )
+    assert model(torch.zeros(1, 3, 32, 32)).logits.shape == (1, 3)
+    assert not model.model.adaptive
+    model.save_pretrained(tmp_path)
+    assert from_pretrained(str(tmp_path)).class_names == ("a", "b", "c")
+    with pytest.raises(ValueError, match=r"\['device_map'\] do not apply"):
+        transformers.AutoModelForImageClassification.from_pretrained(SWIN, device_map="auto")
+
+
+def test_a_fresh_model_from_a_config_without_names(tmp_path: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(create_model("a_swin_micro").save_pretrained(tmp_path))
+    assert config.id2label[9] == "LABEL_9"
+    model = transformers.AutoModelForImageClassification.from_config(config)
+    assert model(torch.zeros(1, 3, 32, 32)).logits.shape == (1, 10)
+
+
+def test_old_files_still_load_here(tmp_path: Path) -> None:
+    """Files from before 'shiftvit_swin' say 'swin'."""
+    path = Path(shutil.copytree(SWIN, tmp_path / "old")) / "config.json"
+    config = json.loads(path.read_text())
+    old = {k: v for k, v in config.items() if k not in ("id2label", "architecture", "pretrained_cfg")}
+    path.write_text(json.dumps({**old, "model_type": "swin"}))
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(from_pretrained(str(path.parent))(x), from_pretrained(SWIN)(x))
