@@ -128,20 +128,21 @@ def examine(side: Side, image: Tensor, dx: int, dy: int) -> Outcome:
 def draw(sides: Sequence[Side], image: Tensor, dx: int, dy: int) -> tuple[str, str]:
     """The two parts of the page that follow the image: the image itself, and a card for each model."""
     moved = circular_shift(image, torch.tensor([[dy, dx]]))
-    cards = "".join(draw_card(side.title, examine(side, image, dx, dy)) for side in sides)
+    cards = "".join(draw_card(side.title, examine(side, image, dx, dy), side.model.class_names) for side in sides)
     return draw_pixels(moved, "the moved image"), f'<div class="cards" data-shift="{dx},{dy}">{cards}</div>'
 
 
-def draw_card(title: str, outcome: Outcome) -> str:
+def draw_card(title: str, outcome: Outcome, names: Sequence[str] = ()) -> str:
     """Label, bit-identical or not, probabilities as bars with marks where they were in place, errors as maps."""
+    shown = [html.escape(name) for name in names] or [str(i) for i in range(len(outcome.moved))]
     label, before = int(outcome.moved.argmax()), int(outcome.still.argmax())
     each = BARS if len(outcome.moved) <= BARS else BARS // 2  # of many classes: the likeliest in place and moved
     likely = {i for p in (outcome.still, outcome.moved) for i in p.argsort(descending=True)[:each].tolist()}
     bars = ""
     for i in sorted(likely):
         moved, still = 100 * float(outcome.moved[i]), 100 * float(outcome.still[i])
-        bars += (f'<span>{i}</span><div class="bar{" top" if i == label else ""}"><i style="width:{moved:.1f}%"></i>'
-                 f'<b style="left:{still:.1f}%"></b></div><span>{moved:.1f}</span>')  # fmt: skip
+        bars += (f'<span>{shown[i]}</span><div class="bar{" top" if i == label else ""}">'
+                 f'<i style="width:{moved:.1f}%"></i><b style="left:{still:.1f}%"></b></div><span>{moved:.1f}</span>')  # fmt: skip
     maps = ""
     for i, error in enumerate(outcome.errors, 1):
         heat = matplotlib.colormaps["inferno"]((error / SCALE).clamp(0, 1).numpy(), bytes=True)[..., :3]
@@ -150,7 +151,7 @@ def draw_card(title: str, outcome: Outcome) -> str:
     kept, bits = ("yes", "kept") if label == before else ("no", "changed"), "yes" if outcome.identical else "no"
     return (f'<section class="card" data-model="{title}" data-label="{label}"><header><h3>{title}</h3>'
             f'<em class="{kept[0]}">label {kept[1]}</em><em class="bits {bits}">bit-identical: {bits}</em></header>'
-            f'<div class="label">{label}</div><div class="bars">{bars}</div>'
+            f'<div class="label">{shown[label]}</div><div class="bars">{bars}</div>'
             f'<h4>token errors</h4><div class="maps">{maps}</div></section>')  # fmt: skip
 
 
@@ -190,7 +191,7 @@ CSS = """
 .card h4 { margin: 14px 0 6px; opacity: 0.75; font-weight: 500; }
 .card em { font-style: normal; font-size: 0.85em; padding: 2px 10px; border-radius: 99px; color: white; }
 .card em.yes { background: #15803d; } .card em.no { background: #b91c1c; }
-.card .label { font-size: 3em; line-height: 1.25; text-align: center; font-weight: 600; }
+.card .label { font-size: 3em; line-height: 1.25; text-align: center; font-weight: 600; overflow-wrap: anywhere; }
 .bars { display: grid; grid-template-columns: auto 1fr 3.2em; gap: 3px 8px; align-items: center; font-size: 0.85em; }
 .bars > span:nth-child(3n) { text-align: right; font-variant-numeric: tabular-nums; }
 .bar { position: relative; height: 14px; border-radius: 3px; background: var(--background-fill-secondary); }

@@ -4,8 +4,9 @@ exactly shift-invariant.
 ``python scripts/export.py --model swin/checkpoints/a_swin_micro --format onnx``
 
 The file takes batches of any size of normalised float images named ``images`` and gives ``logits``; its metadata hold
-the model's config and normalisation. The check runs it on handwritten digits (onnxruntime on the CPU for ONNX, torch
-for torch.export), in place and under random circular shifts. Needs ``pip install 'shift-equivariant-vits[export]'``.
+the model's config, the names of its classes (``id2label``) and its normalisation. The check runs it on handwritten
+digits (onnxruntime on the CPU for ONNX, torch for torch.export), in place and under random circular shifts. Needs
+``pip install 'shift-equivariant-vits[export]'``.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         images = ((images * std + mean) * 255).round().clamp(0, 255).byte()
         network = Normalised(model, **normalisation).eval()
     print(f"tracing {args.model} at {size[0]}x{size[1]} and writing {target}", flush=True)
-    metadata = {"config": {"model_type": model.model_type, **model.config},
+    metadata = {"config": model.stored_config(),
                 "preprocess": {"size": size, **normalisation, "in_graph": args.with_preprocessing}}  # fmt: skip
     export_model(network, images, target, opset=args.opset, metadata=metadata)
     results: dict[str, Any] = {"file": str(target), "format": describe(target), "MB": target.stat().st_size / 1e6}

@@ -68,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE")
     parser.add_argument("--model", action="append", required=True, help="directory or Hub id; again for a second model")
     parser.add_argument("--top", type=int, default=5, help="most likely classes to show (%(default)s)")
-    parser.add_argument("--classes", help="names of the classes: a file with one per line, or 'imagenet-1k'")
+    parser.add_argument("--classes", help="names of the classes, if not those stored with the model: a "
+                        "file with one per line, or 'imagenet-1k'")  # fmt: skip
     parser.add_argument("--shift-report", "--shift_report", action="store_true", help="predict at shifts, too")
     parser.add_argument("--shifts", choices=MOVES, default="circular",
                         help="what leaves comes back opposite, or is lost and zeros come in (%(default)s)")  # fmt: skip
@@ -121,7 +122,7 @@ def load(source: str, classes: str | None, device: str) -> Predictor:
         preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
     except (FileNotFoundError, EntryNotFoundError):
         preprocess = Preprocess(size=model.img_size)
-    names = read_classes(classes) if classes else [str(i) for i in range(model.num_classes)]
+    names = read_classes(classes) if classes else list(model.class_names or map(str, range(model.num_classes)))
     if len(names) != model.num_classes:
         raise SystemExit(f"{source} tells {model.num_classes} classes apart, but {classes} names {len(names)}: give "
                          "one name per class, in the order of its outputs")  # fmt: skip

@@ -198,6 +198,7 @@ def draw(models: Mapping[str, Model], split: PixelSplit, preprocess: ScenePrepro
         }
         for kind, shift in shifts.items():
             name = f"{kind}_{height}x{width}.png"
-            changed = pictures(models, images, shift, directory / name, preprocess=preprocess, kind=kind)  # type: ignore[arg-type]
+            changed = pictures(models, images, shift, directory / name, preprocess=preprocess,
+                               kind=kind, names=split.classes)  # type: ignore[arg-type]  # fmt: skip
             rows.append({"picture": name, **{key: sum(values) / len(values) for key, values in changed.items()}})
     return rows

@@ -3,7 +3,7 @@
 import colorsys
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -71,14 +71,15 @@ def palette(classes: int) -> np.ndarray:
 @torch.no_grad()
 def pictures(models: Mapping[str, Model], images: Tensor, shift: Tensor, target: str | os.PathLike[str], *,
              preprocess: ScenePreprocess, kind: Literal["circular", "standard"] = "circular",
-             colours: np.ndarray | None = None) -> dict[str, list[float]]:  # fmt: skip
+             colours: np.ndarray | None = None, names: Sequence[str] = ()) -> dict[str, list[float]]:  # fmt: skip
     """The paper's figure as one PNG: a row per image (B, 3, H, W), normalised; ``shift`` (B, 2) moves it.
 
     Columns: the image, the shifted image, and for every model its mask of the one and, shifted back, of the other, with
-    pixels whose label changed in red. A standard shift's border, which only one of the two shows, is grey. Returns the
-    share of changed pixels per model and image, in percent.
+    pixels whose label changed in red. A standard shift's border, which only one of the two shows, is grey. ``names`` of
+    the classes that appear stand below. Returns the share of changed pixels per model and image, in percent.
     """
-    from matplotlib.figure import Figure  # the object interface: no backend, no global state
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch  # the object interface: no backend, no global state
 
     if kind not in ("circular", "standard"):
         raise ValueError(f"unknown kind of shift {kind!r}: choose 'circular' or 'standard'")
@@ -93,11 +94,15 @@ def pictures(models: Mapping[str, Model], images: Tensor, shift: Tensor, target:
     axes[0, 0].set_title("image", fontsize=9)
     axes[0, 1].set_title("shifted image", fontsize=9)
     changes: dict[str, list[float]] = {}
+    seen: dict[int, Patch] = {}
     for k, (name, model) in enumerate(models.items()):
         logits = model(images)
         table = palette(logits.shape[1]) if colours is None else colours
         before, after = logits.argmax(1), predict_pixels(model, moved)
         back = circular_shift(after, -shift) if kind == "circular" else standard_shift(after[:, None], -shift, -1)[:, 0]
+        if names:
+            present = before.unique().tolist()
+            seen |= {c: Patch(color=table[c], label=names[c].replace("$", r"\$")) for c in present}
         unseen = (back < 0).cpu().numpy()
         changed = ((back != before) & (back >= 0)).cpu().numpy()
         masks = [table[mask.clamp_min(0).cpu().numpy()] for mask in (before, back)]
@@ -112,6 +117,8 @@ def pictures(models: Mapping[str, Model], images: Tensor, shift: Tensor, target:
             axes[i, 3 + 2 * k].set_xlabel(f"{changes[name][i]:.2f} % changed", fontsize=8)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
+    if seen:
+        figure.legend(handles=[seen[c] for c in sorted(seen)], loc="outside lower center", ncols=6, fontsize=8)
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=150, format="png")
     return changes

@@ -51,6 +51,7 @@ class Segmentation(Task[SegmentationRecipe]):
         super().__init__(recipe, options, accelerator)
         train, test = self.load()
         self.model = self.build(len(train.classes))
+        self.model.name_classes(train.classes)
         keys = ("resize", "mean", "std", "ratio_range", "max_class_share", "flip", "photometric")
         multiple = (recipe.multiple, recipe.multiple) if recipe.multiple else self.model.multiple
         self.model.check_size(multiple)
@@ -86,8 +87,7 @@ class Segmentation(Task[SegmentationRecipe]):
                                         '--backbone "" starts from scratch') from None  # fmt: skip
             self.accelerator.print(f"backbone of {recipe.backbone}")
         if recipe.pretrained:
-            last = ("decode_head.classifier.", "auxiliary_head.classifier.")
-            fresh = load_weights(model, resolve_file(recipe.pretrained, WEIGHTS_NAME), may_differ=last)
+            fresh = load_weights(model, resolve_file(recipe.pretrained, WEIGHTS_NAME), model.last_layer)
             said = f" but {', '.join(fresh)}, which start anew for {classes} classes" if fresh else ""
             self.accelerator.print(f"weights of {recipe.pretrained}{said}")
         model.backbone.freeze(recipe.freeze)

@@ -68,7 +68,8 @@ def test_the_command_writes_a_checked_onnx_file(tmp_path: Path) -> None:
     (taken,) = file.graph.input
     assert [d.dim_param or d.dim_value for d in taken.type.tensor_type.shape.dim] == ["batch", 3, 32, 32]
     stored = {entry.key: json.loads(entry.value) for entry in file.metadata_props}
-    assert stored["config"]["model_type"] == "swin"
+    assert stored["config"]["model_type"] == "shiftvit_swin"
+    assert stored["config"]["id2label"]["7"] == "7"
     assert stored["preprocess"] == {"size": [32, 32], "mean": [0.0] * 3, "std": [0.35] * 3, "in_graph": True}
     assert str(ROOT).encode() not in contents(target), "the file tells where it was written"
 

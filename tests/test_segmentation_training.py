@@ -69,6 +69,7 @@ def test_a_run_leaves_a_model_and_the_measures_of_the_paper(reference: Path) -> 
     results = json.loads((reference / "results.json").read_text())
     model, preprocess = load_for_evaluation(str(reference), 11)
     _, test = load_scenes("digits")
+    assert model.class_names == test.classes
     images, labels, _ = test.head(16).fetch(torch.arange(16))
     batches = [(preprocess.evaluate(x), y) for x, y in zip(images.split(4), labels.split(4), strict=True)]
     assert preprocess.mean == (0.0, 0.0, 0.0)

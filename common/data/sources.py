@@ -29,7 +29,7 @@ from .splits import Arrays, Encoded, Split, check_rows, load_digits_data
 
 __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "decode_image",
            "find_column", "load_data", "load_folder", "load_hub", "load_split", "open_image",
-           "read_labels", "see"]  # fmt: skip
+           "read_labels", "see", "shown"]  # fmt: skip
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ..data.preprocess import PREPROCESSOR_NAME, Preprocess, check_finite
-from ..data.sources import load_data
+from ..data.sources import load_data, shown
 from ..data.splits import Arrays, Split
 from ..models.hub import resolve_file
 from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
@@ -116,6 +117,10 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     model, preprocess = load_for_evaluation(
         args.model, len(split.classes), args.resize, **parse_arguments(args.model_args)
     )
+    names = getattr(model, "class_names", ())
+    if names and names != split.classes:
+        warnings.warn(f"the model's classes are {shown(names)}; those of the data are {shown(split.classes)}: labels "
+                      "count by their numbers", stacklevel=2)  # fmt: skip
     model = ShiftAverage(model, args.average_shifts) if args.average_shifts > 1 else model
     model.eval().to(accelerator.device)
     measured = evaluate(model, split, preprocess, args.metrics, accelerator=accelerator, batch_size=args.batch_size,

@@ -60,6 +60,7 @@ def model_card(model: HubModel, results: Mapping[str, Any], *, source: str, exac
         _fence("python", snippet(model, source, results["settings"]["data"])),
         f"`common` is part of the package `{LIBRARY}`"
         + ("; the path is that from the root of its repository." if (ROOT / source).is_dir() else "."),
+        *_classes(model),
         "## Results",
         _metrics(results, split),
     ]
@@ -215,6 +216,12 @@ def _limits(model: Any, results: Mapping[str, Any]) -> list[str]:
     if results["settings"]["data"] == "digits":
         said.append("- Digits are a toy: this model is for tests, demonstrations and learning.")
     return said
+
+
+def _classes(model: HubModel) -> list[str]:
+    """The names of the classes, the first twenty of many."""
+    names = [f"`{name}`" for name in model.class_names[:20]] + ["..."] * (len(model.class_names) > 20)
+    return [_wrap(f"Classes, in the order of the outputs (`model.class_names`): {', '.join(names)}.")] if names else []
 
 
 def _label(metric: str) -> str:

@@ -67,6 +67,8 @@ class Classification(Task[Recipe]):
         self.model = self.build(len(train.classes))
         keys = ("resize", "mean", "std", "flip", "rotate", "scale", "circular", "erase")
         self.preprocess = Preprocess(size=self.model.img_size, **{key: getattr(recipe, key) for key in keys})
+        self.model.set_input(**{key: getattr(self.preprocess, key) for key in self.preprocess.STORED})
+        self.model.name_classes(train.classes)
         # RandAugment works on the crop, in the workers: what comes from them then needs no resizing here
         operations = RandomOperations(recipe.rand_augment, self.model.img_size) if recipe.rand_augment else None
         self.in_training = replace(self.preprocess, resize=None) if operations else self.preprocess
@@ -96,7 +98,7 @@ class Classification(Task[Recipe]):
         if not isinstance(model, Classifier):
             raise TypeError(f"{recipe.model} is no classifier: see segmentation/train.py")
         if recipe.pretrained:
-            fresh = load_weights(model, resolve_file(recipe.pretrained, WEIGHTS_NAME), may_differ="head.")
+            fresh = load_weights(model, resolve_file(recipe.pretrained, WEIGHTS_NAME), model.last_layer)
             said = f" but {', '.join(fresh)}, which starts anew for {classes} classes" if fresh else ""
             self.accelerator.print(f"weights of {recipe.pretrained}{said}")
         model.freeze(recipe.freeze)

@@ -1,0 +1,94 @@
+"""Names of classes: stored at training, shown wherever a label is. Else a person reads "1" where a cat is."""
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+
+from common import from_pretrained
+from common.evaluation.evaluate import main as evaluate
+from common.publishing.cards import model_card
+from common.publishing.manifest import training_runs
+from segmentation.inference import pictures
+from segmentation.preprocess import ScenePreprocess
+
+NAMES = ("cat", "china <b>", "flower")
+
+
+def make_folder(folder: Path, side: int = 32, count: int = 16) -> Path:
+    """Grey, then red, then green noise: a class each."""
+    random = np.random.RandomState(0)
+    for part, images in (("train", count), ("val", 4)):
+        for channel, name in enumerate(NAMES):
+            directory = folder / part / name
+            directory.mkdir(parents=True)
+            for i in range(images):
+                pixels = random.randint(0, 100, (side, side, 3)).astype(np.uint8)
+                pixels[..., channel] += 120
+                Image.fromarray(pixels).save(directory / f"{i}.png")
+    return folder
+
+
+@pytest.fixture
+def trained(tmp_path: Path, train_digits: Callable[..., dict[str, Any]]) -> Path:
+    train_digits(tmp_path / "run", "--data", str(make_folder(tmp_path / "data")), "--limit", "48")
+    return tmp_path / "run"
+
+
+def test_predictions_have_names(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = json.loads((trained / "config.json").read_text())
+    assert stored["id2label"] == {str(i): name for i, name in enumerate(NAMES)}
+    assert stored["pretrained_cfg"]["std"] == [0.35, 0.35, 0.35]
+    assert from_pretrained(str(trained / "best")).class_names == NAMES
+    predict = runpy.run_path(str(ROOT / "scripts" / "predict.py"))["main"]
+    image = trained.parent / "data/val/cat/0.png"
+    found = predict(["--model", str(trained), str(image), "--device", "cpu"])["predictions"][0]["predictions"]
+    assert {best["name"]: best["class"] for best in found} == {name: i for i, name in enumerate(NAMES)}
+    assert "flower" in capsys.readouterr().out
+
+
+def test_evaluation_says_where_classes_differ(trained: Path) -> None:
+    """Lost otherwise: a model for cats and flowers is measured on digits 0 to 2, and nobody notices."""
+    data = trained.parent / "data"
+    (data / "val/cat").rename(data / "val/dog")
+    (data / "train/cat").rename(data / "train/dog")
+    flags = ["--model", str(trained), "--data", str(data), "--metrics", "top1"]
+    with pytest.warns(UserWarning, match=r"model's classes are cat, china <b>, flower; those of the data are china"):
+        evaluate("", flags)
+
+
+def test_the_page_shows_names_and_no_markup() -> None:
+    app = runpy.run_path(str(ROOT / "scripts" / "app.py"))
+    outcome = app["Outcome"](torch.tensor([0.1, 0.8, 0.1]), torch.tensor([0.1, 0.8, 0.1]), [], True)
+    card = app["draw_card"]("adaptive", outcome, NAMES)
+    assert '<div class="label">china &lt;b&gt;</div>' in card
+    assert "<span>cat</span>" in card
+    assert '<div class="label">1</div>' in app["draw_card"]("adaptive", outcome)
+
+
+def test_cards_list_names() -> None:
+    directory = ROOT / "segmentation/checkpoints/upernet_a_swin_micro"
+    (results,) = (run for _, run in training_runs() if run["model"] == directory.name and run["recipe"] == "digits")
+    card = model_card(from_pretrained(str(directory)), results, source="team/model")
+    assert "(`model.class_names`): `background`, `0`, `1`" in card
+
+
+def test_segmentation_draws_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = from_pretrained(str(ROOT / "segmentation/checkpoints/upernet_a_swin_micro"))
+    assert model.class_names == ("background", *map(str, range(10)))
+    drawn: list[list[str]] = []
+
+    def legend(figure: Any, handles: list[Any], **_: Any) -> None:
+        drawn.append([handle.get_label() for handle in handles])
+
+    monkeypatch.setattr("matplotlib.figure.Figure.legend", legend)
+    pictures({"a": model}, torch.zeros(1, 3, 64, 64), torch.tensor([[1, 1]]), tmp_path / "figure.png",
+             preprocess=ScenePreprocess(size=(64, 64)), names=model.class_names)  # fmt: skip
+    assert drawn == [["background"]]
