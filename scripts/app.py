@@ -142,7 +142,8 @@ def draw_card(title: str, outcome: Outcome, names: Sequence[str] = ()) -> str:
     for i in sorted(likely):
         moved, still = 100 * float(outcome.moved[i]), 100 * float(outcome.still[i])
         bars += (f'<span>{shown[i]}</span><div class="bar{" top" if i == label else ""}">'
-                 f'<i style="width:{moved:.1f}%"></i><b style="left:{still:.1f}%"></b></div><span>{moved:.1f}</span>')  # fmt: skip
+                 f'<i style="width:{moved:.1f}%"></i><b style="left:{still:.1f}%"></b></div>'
+                 f"<span>{moved:.1f}</span>")  # fmt: skip
     maps = ""
     for i, error in enumerate(outcome.errors, 1):
         heat = matplotlib.colormaps["inferno"]((error / SCALE).clamp(0, 1).numpy(), bytes=True)[..., :3]

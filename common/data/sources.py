@@ -53,6 +53,8 @@ KNOWN = {
 
 def load_data(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
     """Train and test split by name: ``digits``, a folder, or a Hub id."""
+    if not name:
+        raise ValueError("this recipe is for data of your own: give a folder or a Hub id by --data")
     if name == "digits":
         return load_digits_data()
     is_hub_id = name.count("/") == 1 and not Path(name).exists() and not name.startswith((".", "/", "~"))

@@ -6,6 +6,7 @@ images). Either way ``fetch`` turns a batch of the loader into (images, labels, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -51,6 +52,10 @@ class Split(Dataset[Any]):
         """The first images alone."""
         raise NotImplementedError
 
+    def peek(self, count: int) -> list[np.ndarray]:
+        """Some images (h, w, 3) from all over the split, where they can be had."""
+        return []
+
     def prepared(self, preprocess: Preprocess, operations: RandomOperations | None = None, seed: int = 0) -> "Split":
         """The split as a loader needs it: resized in its workers, where it has any."""
         return self
@@ -77,6 +82,9 @@ class Arrays(Split):
 
     def to(self, device: torch.device) -> "Arrays":
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
+
+    def peek(self, count: int) -> list[np.ndarray]:
+        return [self.images[i].permute(1, 2, 0).numpy() for i in _spread(len(self), count)]
 
     def head(self, count: int | None) -> "Arrays":
         return replace(self, images=self.images[:count], labels=self.labels[:count])
@@ -160,11 +168,22 @@ class Encoded(Split):
         images, labels, index = batch
         return images, labels, index
 
+    def peek(self, count: int) -> list[np.ndarray]:
+        found = []
+        for i in _spread(len(self), count):
+            with suppress(Exception):  # what cannot be read is named where it is used
+                found.append(self.read(self.items[i]))
+        return found
+
     def head(self, count: int | None) -> "Encoded":
         return replace(self, items=self.items[:count], labels=self.labels[:count])
 
     def prepared(self, preprocess: Preprocess, operations: RandomOperations | None = None, seed: int = 0) -> "Encoded":
         return replace(self, preprocess=preprocess, operations=operations, seed=seed)
+
+
+def _spread(length: int, count: int) -> list[int]:
+    return torch.linspace(0, length - 1, min(length, count)).long().tolist()
 
 
 class EpochSampler(Sampler[tuple[int, int]]):

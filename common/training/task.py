@@ -1,5 +1,6 @@
 """What a training run is about: model, data, loss, measurements. The loop in ``engine`` needs nothing else."""
 
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..data.preprocess import Mixing, Preprocess, RandomOperations
+from ..data.preprocess import IMAGENET_MEAN, Mixing, Preprocess, RandomOperations
 from ..data.sources import load_data
 from ..data.splits import Split, check_rows
 from ..evaluation.evaluate import evaluate
@@ -55,6 +56,22 @@ class Task(ABC, Generic[R]):
         """Write the model with these weights, and what it takes to use it."""
 
 
+def misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split) -> str:
+    """Why a recipe does not fit the images of a split; empty if it does."""
+    images = split.peek(16)
+    if not images:
+        return ""
+    side = sorted(min(image.shape[:2]) for image in images)[len(images) // 2]
+    if side >= 3 * max(size):
+        return f"they have {side} px and more, of which the model sees {size[0]}x{size[1]}"
+    if recipe.mean != IMAGENET_MEAN:  # a recipe with statistics of its own
+        mean = sum(image.mean((0, 1)) / 255 for image in images) / len(images)
+        away = abs(mean - recipe.mean) / recipe.std
+        if max(away) > 1:
+            return f"their mean colour is {mean.round(2).tolist()}, the recipe's {list(recipe.mean)}"
+    return ""
+
+
 class Classification(Task[Recipe]):
     """Images to one label each."""
 
@@ -65,6 +82,9 @@ class Classification(Task[Recipe]):
         super().__init__(recipe, options, accelerator)
         train, test = self.load()
         self.model = self.build(len(train.classes))
+        if accelerator.is_main_process and (reason := misfit(recipe, self.model.img_size, train)):
+            warnings.warn(f"this recipe is for other images: {reason}. For photographs: --recipe photographs",
+                          stacklevel=2)  # fmt: skip
         keys = ("resize", "mean", "std", "flip", "rotate", "scale", "circular", "erase")
         self.preprocess = Preprocess(size=self.model.img_size, **{key: getattr(recipe, key) for key in keys})
         self.model.set_input(**{key: getattr(self.preprocess, key) for key in self.preprocess.STORED})

@@ -1,0 +1,56 @@
+"""A recipe for photographs, and a word where a recipe does not fit the images. Else photographs are shrunk to 32 px and
+normalised as digits, and nobody is told."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from sklearn.datasets import load_sample_images
+from test_class_names import make_folder
+
+from common.data.preprocess import IMAGENET_MEAN
+from common.data.sources import load_data
+from common.training.recipe import RunOptions
+from common.training.task import Classification, misfit
+from swin.recipes import RECIPES
+
+
+@pytest.mark.parametrize("folder", ["swin", "swinv2", "cvt", "mvitv2"])
+def test_photographs_have_a_recipe(folder: str, tmp_path: Path) -> None:
+    recipe = import_module(f"{folder}.recipes").RECIPES["photographs"]
+    with pytest.raises(ValueError, match="give a folder or a Hub id by --data"):
+        load_data(recipe.data)
+    data = str(make_folder(tmp_path, side=260, count=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        task = Classification(replace(recipe, data=data), RunOptions(), Accelerator(cpu=True))
+    size = task.model.img_size
+    assert min(size) >= 224
+    assert task.preprocess.mean == IMAGENET_MEAN
+    assert task.model.pretrained_cfg["mean"] == IMAGENET_MEAN
+    split: Any = task.train_split
+    batch = torch.utils.data.default_collate([split[(0, i)] for i in range(4)])
+    images, targets = task.inputs(batch, 0, 0)
+    assert images.shape == (4, 3, *size)
+    assert targets.shape == (4, 3)  # mixed labels
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_recipe_of_digits_warns(tmp_path: Path, train_digits: Callable[..., dict[str, Any]]) -> None:
+    data = str(make_folder(tmp_path / "data", side=100, count=2))
+    with pytest.warns(
+        UserWarning, match="they have 100 px and more, of which the model sees 32x32.*--recipe photograph"
+    ):
+        train_digits(tmp_path / "run", "--data", data, "--batch_size", "2", "--limit", "2")
+    split: Any = load_data("digits")[0]
+    assert misfit(RECIPES["digits"], (32, 32), split) == ""
+    photographs = torch.stack([torch.tensor(image[:64, :64]).permute(2, 0, 1) for image in load_sample_images().images])
+    small = replace(split, images=photographs, labels=split.labels[:2])
+    assert "their mean colour is" in misfit(RECIPES["digits"], (32, 32), small)
+    assert misfit(RECIPES["cifar10"], (224, 224), small) == ""
