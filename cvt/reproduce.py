@@ -1,5 +1,6 @@
 """CvT's rows of the paper: ``python cvt/reproduce.py [--scale full|short|smoke] ...``"""
 
+import shiftvit  # noqa: F401, first: it says so where another 'common' hides ours
 from common.training.reproduce import main
 from cvt.recipes import RECIPES
 

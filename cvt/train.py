@@ -1,5 +1,6 @@
 """Train CvT: ``accelerate launch cvt/train.py [--recipe NAME] [--model NAME] [--data NAME_OR_DIR] ...``"""
 
+import shiftvit  # noqa: F401, first: it says so where another 'common' hides ours
 from common.training.engine import main
 from cvt.recipes import RECIPES
 

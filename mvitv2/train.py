@@ -1,5 +1,6 @@
 """Train MViTv2: ``accelerate launch mvitv2/train.py [--recipe NAME] [--model NAME] [--data NAME_OR_DIR] ...``"""
 
+import shiftvit  # noqa: F401, first: it says so where another 'common' hides ours
 from common.training.engine import main
 from mvitv2.recipes import RECIPES
 

@@ -1,5 +1,7 @@
 """UperNet for semantic segmentation, default and adaptive."""
 
+import shiftvit  # noqa: F401, first: it says so where another 'common' hides ours
+
 from .model import (
     UperNet,
     upernet_swin_base,

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import shiftvit  # noqa: F401, first: it says so where another 'common' hides ours
 from common.training.reproduce import main
 from segmentation.recipes import RECIPES
 from segmentation.task import Segmentation, SegmentationRecipe

@@ -1,5 +1,6 @@
 """Train UperNet: ``accelerate launch segmentation/train.py [--recipe NAME] [--model NAME] [--data NAME_OR_DIR] ...``"""
 
+import shiftvit  # noqa: F401, first: it says so where another 'common' hides ours
 from common.training.engine import main
 from segmentation.recipes import RECIPES
 from segmentation.task import Segmentation

@@ -1,5 +1,6 @@
 """Swin's rows of the paper: ``python swin/reproduce.py [--scale full|short|smoke] ...``"""
 
+import shiftvit  # noqa: F401, first: it says so where another 'common' hides ours
 from common.training.reproduce import main
 from swin.recipes import RECIPES
 

@@ -1,5 +1,6 @@
 """Train SwinV2: ``accelerate launch swinv2/train.py [--recipe NAME] [--model NAME] [--data NAME_OR_DIR] ...``"""
 
+import shiftvit  # noqa: F401, first: it says so where another 'common' hides ours
 from common.training.engine import main
 from swinv2.recipes import RECIPES
 

@@ -8,6 +8,8 @@ from fnmatch import fnmatch
 from functools import partial
 from typing import Any, TypeVar
 
+from shiftvit import check_ours
+
 from .hub import CONFIG_NAME, OURS, HubModel, read_config, resolve_file
 from .timm_models import expose, expose_saved
 
@@ -57,6 +59,7 @@ def defaults(kwargs: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 def _builders() -> dict[str, Callable[..., HubModel]]:
     for package in PACKAGES.values():
+        check_ours(package)
         importlib.import_module(package)
     return _BUILDERS
 
@@ -91,6 +94,7 @@ def from_pretrained(source: str, **kwargs: Any) -> HubModel:
 
 def class_of(model_type: str) -> type[HubModel]:
     """The class of models of a type."""
+    check_ours(PACKAGES[model_type])
     importlib.import_module(PACKAGES[model_type])
     return {cls.model_type: cls for cls in _subclasses(HubModel) if "model_type" in vars(cls)}[model_type]
 

@@ -1,0 +1,26 @@
+"""Files of a person's own that have the names of our packages: an error names the path that hides ours."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.mark.parametrize(("file", "command"), [
+    ("common/__init__.py", ["-c", "import swin"]),
+    ("common.py", [str(ROOT / "swin" / "train.py"), "--help"]),
+    ("cvt.py", ["-c", "import common; common.create_model('swin_micro')"]),
+    ("segmentation/__init__.py", ["-c", "import common; common.list_models()"]),
+])  # fmt: skip
+def test_what_hides_ours_is_named(file: str, command: list[str], tmp_path: Path) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert done.returncode
+    assert f"ImportError: {path} hides the package" in done.stderr, done.stderr[-1000:]
