@@ -19,13 +19,14 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError
 from matplotlib.figure import Figure
 from PIL import Image, UnidentifiedImageError
-from timm.data import ImageNetInfo
-from torch import Tensor
+from timm.data import ImageNetInfo, infer_imagenet_subset
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from common import from_pretrained
+from common import from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import decode_image
+from common.evaluation.evaluate import from_timm
 from common.evaluation.tables import format_table, write_json
 from common.models.classifier import Classifier
 from common.models.hub import resolve_file
@@ -42,7 +43,7 @@ class Predictor:
     """A classifier with its preprocessing and the names of its classes."""
 
     name: str
-    model: Classifier
+    model: nn.Module
     preprocess: Preprocess
     classes: list[str]
 
@@ -66,7 +67,8 @@ class Report:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE")
-    parser.add_argument("--model", action="append", required=True, help="directory or Hub id; again for a second model")
+    parser.add_argument("--model", action="append", required=True,
+                        help="directory, Hub id or timm:NAME; again for a second model")  # fmt: skip
     parser.add_argument("--top", type=int, default=5, help="most likely classes to show (%(default)s)")
     parser.add_argument("--classes", help="names of the classes, if not those stored with the model: a "
                         "file with one per line, or 'imagenet-1k'")  # fmt: skip
@@ -114,15 +116,26 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def load(source: str, classes: str | None, device: str) -> Predictor:
-    model = from_pretrained(source)
-    if not isinstance(model, Classifier):
-        raise SystemExit(f"{source} holds a {type(model).__name__}, which gives a label to every pixel: use "
-                         "segmentation/evaluate.py --pictures")  # fmt: skip
-    try:
-        preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
-    except (FileNotFoundError, EntryNotFoundError):
-        preprocess = Preprocess(size=model.img_size)
-    names = read_classes(classes) if classes else list(model.class_names or map(str, range(model.num_classes)))
+    model: Any
+    if source.startswith("timm:"):
+        model, preprocess = from_timm(source.removeprefix("timm:"))
+        model.eval()
+        subset = None if classes else infer_imagenet_subset(model)
+        classes = "imagenet-1k" if subset == "imagenet-1k" else classes
+    elif source in list_models():
+        raise SystemExit(f"{source} is the name of a model with fresh weights, which has nothing to say: give a "
+                         "directory, a Hub id or timm:NAME")  # fmt: skip
+    else:
+        model = from_pretrained(source)
+        if not isinstance(model, Classifier):
+            raise SystemExit(f"{source} holds a {type(model).__name__}, which gives a label to every pixel: use "
+                             "segmentation/evaluate.py --pictures")  # fmt: skip
+        try:
+            preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
+        except (FileNotFoundError, EntryNotFoundError):
+            preprocess = Preprocess(size=model.img_size)
+    stored = getattr(model, "class_names", ())
+    names = read_classes(classes) if classes else list(stored or map(str, range(model.num_classes)))
     if len(names) != model.num_classes:
         raise SystemExit(f"{source} tells {model.num_classes} classes apart, but {classes} names {len(names)}: give "
                          "one name per class, in the order of its outputs")  # fmt: skip
@@ -247,7 +260,8 @@ def draw(predictors: list[Predictor], reports: list[Report], images: dict[Path, 
             heat = axis.imshow(report.probabilities[i], vmin=0, vmax=1, cmap="viridis")
             axis.set(xticks=range(len(along)), xticklabels=along, yticks=range(len(along)), yticklabels=along,
                      xlabel="px right", ylabel="px down")  # fmt: skip
-            axis.set_title(f"{Path(predictor.name).name} ({'adaptive' if predictor.model.adaptive else 'default'})\n"
+            kind_of = "adaptive" if getattr(predictor.model, "adaptive", False) else "default"
+            axis.set_title(f"{Path(predictor.name).name} ({kind_of})\n"
                            f"{predictor.classes[best]!r} kept at {int((~changed).sum())} of {changed.numel()} shifts",
                            fontsize=9, parse_math=False)  # fmt: skip
             for h, w in changed.nonzero().tolist():

@@ -24,7 +24,7 @@ from .metrics import circular_agreement, predict, standard_agreement, worst_agre
 from .perturb import PERTURBATIONS, ShiftAverage
 from .tables import format_table, write_json
 
-__all__ = ["METRICS", "evaluate", "main"]
+__all__ = ["METRICS", "evaluate", "from_timm", "main"]
 
 METRICS = (
     "top1, c_cons, s_cons; c_cons@K, s_cons@K for shifts up to K px; c_cons_worst@K for all shifts below K px; each "
@@ -142,7 +142,7 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
     """A model by directory, Hub id, ``timm:NAME`` or name, and the preprocessing stored beside it (else ImageNet's)."""
     model: nn.Module
     if source.startswith("timm:"):
-        model, preprocess = _from_timm(source.removeprefix("timm:"))
+        model, preprocess = from_timm(source.removeprefix("timm:"))
     elif source in list_models():
         model = create_model(source, num_classes=classes, **arguments)
         preprocess = Preprocess(size=model.img_size)
@@ -159,7 +159,7 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
     return model, replace(preprocess, resize=resize) if resize else preprocess
 
 
-def _from_timm(name: str) -> tuple[nn.Module, Preprocess]:
+def from_timm(name: str) -> tuple[nn.Module, Preprocess]:
     """timm's model with its pretrained weights (``local-dir:FOLDER`` for a folder) and its own preprocessing."""
     import timm
 

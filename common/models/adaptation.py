@@ -54,6 +54,9 @@ def _of_timm(model: nn.Module) -> tuple[type[HubModel], dict[str, Any]]:
     name = type(model).__name__
     if name not in TIMM or not type(model).__module__.startswith("timm."):
         wrapped = hasattr(model, "module") or hasattr(model, "_orig_mod")
+        if name.startswith("Feature"):  # timm's features_only
+            raise TypeError(f"cannot adapt a {name}, a part of a model: adapt the whole model, timm.create_model(NAME) "
+                            "without features_only, then call its forward_intermediates")  # fmt: skip
         raise TypeError(f"cannot adapt a {name}: expected our default models or timm's {', '.join(TIMM)}"
                         + (", before it is compiled or wrapped" if wrapped else ""))  # fmt: skip
     package = PACKAGES[TIMM[name]]

@@ -41,7 +41,7 @@ def to_pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def check_images(x: Tensor, channels: int) -> None:
-    """Raise unless x is a float batch (B, channels, H, W). Looks at shape and dtype only, never at the device."""
+    """Raise unless x is a float batch (B, channels, H, W), and can be computed with. Never looks at values."""
     if x.ndim != 4:
         raise ValueError(f"expected images of shape (B, {channels}, H, W), got {tuple(x.shape)}"
                          + (": add a batch dimension with x[None]" if x.ndim == 3 else ""))  # fmt: skip
@@ -50,6 +50,14 @@ def check_images(x: Tensor, channels: int) -> None:
     if not x.is_floating_point():
         raise TypeError(f"expected normalised floating point images, got {x.dtype}: convert with x.float() / 255 and "
                         "normalise as the model was trained")  # fmt: skip
+    if not x.shape[0]:
+        raise ValueError(f"the batch is empty, of shape {tuple(x.shape)}: leave out batches without images")
+    if x.is_meta:
+        raise ValueError("images on the meta device have no values: give images on a CPU or GPU; without values, "
+                         "torch.export.export traces the model")  # fmt: skip
+    if torch.jit.is_tracing():
+        raise RuntimeError("torch.jit.trace would keep the choices that anchors make for one image: use torch.export "
+                           "(scripts/export.py writes .pt2 and ONNX files) or torch.compile")  # fmt: skip
 
 
 def check_size(size: tuple[int, int], multiple: tuple[int, int], why: str) -> None:

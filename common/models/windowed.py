@@ -35,7 +35,14 @@ class WindowedClassifier(Classifier):
         ]
         exact = [math.lcm(*(s * w[axis] for s, w in zip(strides, windows, strict=True))) for axis in (0, 1)]
         multiple = (exact[0], exact[1]) if arguments["adaptive"] else (patch, patch)
-        super().__init__(arguments, multiple=multiple, anchors=ANCHORS)
+        try:
+            super().__init__(arguments, multiple=multiple, anchors=ANCHORS)
+        except ValueError as error:
+            fit = [w for w in range(4, 17) if all(side % (strides[-1] * w) == 0 for side in img_size)]
+            near = min(fit, key=lambda w: abs(w - window[0]), default=None)
+            if near is None or img_size[0] % multiple[0] == img_size[1] % multiple[1] == 0:  # another error
+                raise
+            raise ValueError(f"{error}. This one fits window_size={near}") from None
         self.windows = windows
         self.dims = [arguments["embed_dim"] * 2**i for i in range(len(depths))]
         check_heads(self.dims, arguments["num_heads"])
