@@ -23,6 +23,7 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+import shiftvit
 from common import from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import decode_image
@@ -123,12 +124,12 @@ def load(source: str, classes: str | None, device: str) -> Predictor:
         subset = None if classes else infer_imagenet_subset(model)
         classes = "imagenet-1k" if subset == "imagenet-1k" else classes
     elif source in list_models():
-        raise SystemExit(f"{source} is the name of a model with fresh weights, which has nothing to say: give a "
+        raise ValueError(f"{source} is the name of a model with fresh weights, which has nothing to say: give a "
                          "directory, a Hub id or timm:NAME")  # fmt: skip
     else:
         model = from_pretrained(source)
         if not isinstance(model, Classifier):
-            raise SystemExit(f"{source} holds a {type(model).__name__}, which gives a label to every pixel: use "
+            raise ValueError(f"{source} holds a {type(model).__name__}, which gives a label to every pixel: use "
                              "segmentation/evaluate.py --pictures")  # fmt: skip
         try:
             preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
@@ -137,7 +138,7 @@ def load(source: str, classes: str | None, device: str) -> Predictor:
     stored = getattr(model, "class_names", ())
     names = read_classes(classes) if classes else list(stored or map(str, range(model.num_classes)))
     if len(names) != model.num_classes:
-        raise SystemExit(f"{source} tells {model.num_classes} classes apart, but {classes} names {len(names)}: give "
+        raise ValueError(f"{source} tells {model.num_classes} classes apart, but {classes} names {len(names)}: give "
                          "one name per class, in the order of its outputs")  # fmt: skip
     return Predictor(source, model.to(device), preprocess, names)
 
@@ -148,7 +149,7 @@ def read_classes(source: str) -> list[str]:
     try:
         return Path(source).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SystemExit(f"cannot read names of classes from {source} ({error}): give a text file with one name per "
+        raise ValueError(f"cannot read names of classes from {source} ({error}): give a text file with one name per "
                          "line, or 'imagenet-1k'") from None  # fmt: skip
 
 
@@ -276,4 +277,4 @@ def draw(predictors: list[Predictor], reports: list[Report], images: dict[Path, 
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

@@ -34,10 +34,10 @@ class SegmentationRecipe(BaseRecipe):
     size: tuple[int, int] | None = None  # training crop; None: the model's own
     resize: tuple[int, int] | None = None  # (long, short) side; None: as they are to train, to ``size`` to evaluate
     multiple: int = 0  # sides to evaluate at are rounded up to a multiple of this; 0: of the model's
-    ratio_range: tuple[float, float] | None = None
-    max_class_share: float = 1.0
-    photometric: bool = False
-    metrics: tuple[str, ...] = ("miou", "mascc", "massc")
+    ratio_range: tuple[float, float] | None = None  # random factor of the size in training
+    max_class_share: float = 1.0  # of a training crop that one class may fill
+    photometric: bool = False  # random colours, as in MMSegmentation
+    metrics: tuple[str, ...] = ("miou", "mascc", "massc")  # what is measured, see evaluate.py --help
 
 
 class Segmentation(Task[SegmentationRecipe]):

@@ -1,7 +1,7 @@
 """Evaluate Swin: ``python swin/evaluate.py --model DIR_OR_REPO_OR_NAME --data NAME_OR_DIR ...``"""
 
-import shiftvit  # noqa: F401, first: it says so where another 'common' hides ours
+import shiftvit  # first: it says so where another 'common' hides ours
 from common.evaluation.evaluate import main
 
 if __name__ == "__main__":
-    main(__doc__ or "")
+    shiftvit.run(main, __doc__ or "")

@@ -133,7 +133,7 @@ def test_wrong_requests_say_what_to_do(digit: Path, tmp_path: Path, capsys: pyte
         (["--model", ADAPTIVE, "--classes", tmp_path / "names"], "tells 10 classes apart, but .* names 2"),
         (["--model", ADAPTIVE, "--classes", tmp_path / "none"], "give a text file with one name per line"),
     ):
-        with pytest.raises(SystemExit, match=message):
+        with pytest.raises(ValueError, match=message):
             predict(*arguments, digit)
     with pytest.raises(SystemExit):
         predict("--model", ADAPTIVE, digit, "--grid", "0")

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import os
 import re
 import types
@@ -23,36 +24,36 @@ PAPER: Mapping[str, Any] = {"score": "energy", "sketch": 0}
 class BaseRecipe:
     """Model, data and schedule of a run, whatever its task. Every field can be overridden on the command line."""
 
-    model: str
-    data: str = "digits"
-    epochs: int = 100
+    model: str  # name of the model, see common.list_models()
+    data: str = "digits"  # 'digits', a folder, or a Hub id
+    epochs: int = 100  # passes over the training images
     steps: int = 0  # optimizer steps; 0: as many as the epochs have
     batch_size: int = 96  # images per optimizer step, over all processes and accumulation steps
     # where the weights start
     pretrained: str | None = None  # directory or Hub id; its last layer is left out where the classes differ
     freeze: int = 0  # freeze the stem and the first n stages; -1: all but the head
     # optimizer: AdamW
-    lr: float = 5e-4
+    lr: float = 5e-4  # peak learning rate
     lr_batch: int = 512  # lr, warm-up and final lr are stated for this batch and scale with batch_size; 0: they do not
-    schedule: Literal["cosine", "poly"] = "cosine"
-    warmup_epochs: float = 20.0
-    warmup_steps: int = 0  # if not by epochs
-    warmup_lr: float = 5e-7
-    min_lr: float = 5e-6
+    schedule: Literal["cosine", "poly"] = "cosine"  # how the learning rate falls after warm-up
+    warmup_epochs: float = 20.0  # over which the learning rate rises
+    warmup_steps: int = 0  # of warm-up, if not by epochs
+    warmup_lr: float = 5e-7  # learning rate at the start
+    min_lr: float = 5e-6  # learning rate at the end
     weight_decay: float = 0.05  # of matrices; biases, norms and what the model names are left out
-    betas: tuple[float, float] = (0.9, 0.999)
-    clip_grad: float = 5.0
+    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's averages of gradients and of their squares
+    clip_grad: float = 5.0  # norm that gradients are clipped to; 0: they are not
     layer_decay: float = 1.0  # each layer's learning rate relative to the one after it
     # regularisation
-    drop_path: float | None = None  # None: the model's own
-    ema_decay: float = 0.0  # 0: no exponential moving average of the weights
+    drop_path: float | None = None  # rate of stochastic depth; None: the model's own
+    ema_decay: float = 0.0  # of an exponential moving average of the weights; 0: none
     # images
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
-    flip: bool = False
+    mean: tuple[float, float, float] = IMAGENET_MEAN  # of red, green and blue, which images are normalised by
+    std: tuple[float, float, float] = IMAGENET_STD  # and their standard deviation
+    flip: bool = False  # random horizontal flips
     # evaluation
-    metrics: tuple[str, ...] = ()
-    seed: int = 0
+    metrics: tuple[str, ...] = ()  # what is measured, see evaluate.py --help
+    seed: int = 0  # of weights, order and augmentation
     model_args: Mapping[str, Any] = field(default_factory=dict)
     target: Mapping[str, float] = field(default_factory=dict)  # what the paper reports for this row
 
@@ -69,28 +70,28 @@ class BaseRecipe:
 class Recipe(BaseRecipe):
     """One row of a classification table."""
 
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.0  # share of a label that is spread over all classes
     mixup: float = 0.0  # alpha of mixup; with cutmix, a batch gets one or the other
-    cutmix: float = 0.0
-    resize: int | None = None
-    rotate: float = 0.0
-    scale: float = 0.0
+    cutmix: float = 0.0  # alpha of cutmix
+    resize: int | None = None  # side before the centre crop; None: no crop
+    rotate: float = 0.0  # random rotation, up to so many degrees
+    scale: float = 0.0  # random scaling, up to this share
     circular: bool = False  # random circular shifts as augmentation (the paper's "DA" rows)
     rand_augment: str = ""  # timm's specification, such as rand-m9-mstd0.5-inc1
     erase: float = 0.0  # probability of random erasing
     crop: bool = False  # measure S-Cons under a centre crop (ImageNet), not with zeros
-    metrics: tuple[str, ...] = ("top1", "c_cons", "s_cons")
+    metrics: tuple[str, ...] = ("top1", "c_cons", "s_cons")  # what is measured, see evaluate.py --help
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How to run a recipe here: what does not change the result in exact arithmetic."""
 
-    output_dir: str = "outputs"
+    output_dir: str = "outputs"  # where model, log, results and checkpoints go
     mixed_precision: str | None = None  # no, fp16 or bf16; None: as `accelerate config` says
-    gradient_accumulation_steps: int = 1
-    gradient_checkpointing: bool = False
-    compile: bool = False
+    gradient_accumulation_steps: int = 1  # parts that a batch is computed in
+    gradient_checkpointing: bool = False  # compute activations again instead of keeping them
+    compile: bool = False  # torch.compile
     channels_last: bool = False  # memory format of convolutions
     cpu_threads: int = 1  # on a CPU: one thread gives the same bits whatever the cores; 0: as torch chooses
     dataloader_num_workers: int = min(8, os.cpu_count() or 1)  # processes that decode large images
@@ -99,10 +100,10 @@ class RunOptions:
     expected_rows: tuple[int, int, int] | None = None  # training images, evaluation images and classes there must be
     limit: int | None = None  # use only the first images of each split
     eval_every: int = 0  # epochs between evaluations; 0: about ten in all
-    eval_batch_size: int = 128
+    eval_batch_size: int = 128  # images at once in evaluation, per process
     checkpointing_steps: int = 0  # optimizer steps between checkpoints; 0: none but on SIGTERM
     checkpointing_minutes: float = 0.0  # or minutes
-    checkpoints_total_limit: int = 2
+    checkpoints_total_limit: int = 2  # checkpoints to keep
     max_skipped: int = 20  # steps in a row that the gradient scaler of fp16 may skip
     resume_from_checkpoint: str | None = None  # a checkpoint directory, or "latest"
     overwrite_output_dir: bool = False  # begin anew where a run has been: its files are renamed, none is deleted
@@ -127,6 +128,18 @@ def _parser_type(annotation: Any) -> dict[str, Any]:
     return {"type": annotation}
 
 
+def _comments(cls: type) -> dict[str, str]:
+    """What stands beside each field in the source: the help of its flag."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        found |= dict(re.findall(r"^    (\w+): [^#\n]*  # (.+)$", inspect.getsource(base), re.M))
+    return found
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else "none" if value in (None, "") else str(value)
+
+
 def parse_command_line(recipes: Mapping[str, R], default: str, arguments: Sequence[str] | None = None,
                        description: str | None = None) -> tuple[str, R, RunOptions]:  # fmt: skip
     """The recipe that ``--recipe`` names, with overrides, and the run options. An unknown flag is an error.
@@ -134,17 +147,29 @@ def parse_command_line(recipes: Mapping[str, R], default: str, arguments: Sequen
     ``--adapt`` takes the adaptive version of the recipe's model: with ``--pretrained``, the paper's experiment of
     plugging the adaptive modules into a trained default model.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--recipe", default=default, choices=sorted(recipes), help="the run to start from")
+    parser = argparse.ArgumentParser(description=description, usage="%(prog)s [--recipe NAME] [--FLAG VALUE ...]",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
+    parser.add_argument("--recipe", default=default, choices=sorted(recipes), metavar="NAME",
+                        help=f"the run to start from: {', '.join(recipes)}")  # fmt: skip
     parser.add_argument("--adapt", action="store_true", help="the adaptive version of the model, with its weights")
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
+    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    named.add_argument("--recipe", default=default)
+    recipe_name = named.parse_known_args(arguments)[0].recipe
+    stated = recipes.get(recipe_name, recipes[default])  # its values are the defaults that --help shows
     kind = type(recipes[default])
-    for cls, title in ((kind, "recipe overrides"), (RunOptions, "run options")):
+    run_options = RunOptions(output_dir=f"outputs/{recipe_name}")
+    for cls, values, title in (
+        (kind, stated, f"recipe overrides, with the values of {recipe_name}"),
+        (RunOptions, run_options, "run options"),
+    ):
         group = parser.add_argument_group(title)
-        hints = typing.get_type_hints(cls)
+        hints, comments = typing.get_type_hints(cls), _comments(cls)
         for f in dataclasses.fields(cls):
             if f.name not in ("model_args", "target"):
-                group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, **_parser_type(hints[f.name]))
+                words = f"{comments[f.name]} ({_shown(getattr(values, f.name))})".replace("%", "%%")
+                settings = _parser_type(hints[f.name])
+                group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=words, **settings)
     chosen = vars(parser.parse_args(arguments))
     name, adapt, model_args = chosen.pop("recipe"), chosen.pop("adapt"), parse_arguments(chosen.pop("model_args"))
     chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
