@@ -30,7 +30,7 @@ from common.data.sources import decode_image
 from common.evaluation.evaluate import from_timm
 from common.evaluation.tables import format_table, write_json
 from common.models.classifier import Classifier
-from common.models.hub import resolve_file
+from common.models.hub import embedded, resolve_file
 from common.shifts import circular_shift, standard_shift
 
 MAX_BYTES = 2**28  # of an image file
@@ -123,7 +123,7 @@ def load(source: str, classes: str | None, device: str) -> Predictor:
         model.eval()
         subset = None if classes else infer_imagenet_subset(model)
         classes = "imagenet-1k" if subset == "imagenet-1k" else classes
-    elif source in list_models():
+    elif source in list_models() and not embedded(source):
         raise ValueError(f"{source} is the name of a model with fresh weights, which has nothing to say: give a "
                          "directory, a Hub id or timm:NAME")  # fmt: skip
     else:

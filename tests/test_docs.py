@@ -43,6 +43,10 @@ def test_snippets_run(page: str, code: str, tmp_path: Path, monkeypatch: pytest.
 def test_commands_are_right(command: str, call: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     """Scripts and configurations exist, recipes and flags are known."""
     words = shlex.split(command)
+    if words[0] == "shiftvit":  # the same scripts by name
+        folder = words[2] if words[1] in ("train", "evaluate") else "scripts"
+        words = [*(["accelerate", "launch"] if words[1] == "train" else ["python"]), f"{folder}/{words[1]}.py",
+                 *words[3 if folder != "scripts" else 2 :]]  # fmt: skip
     for word in words:
         if word.endswith((".yaml", ".sbatch", ".py")):
             assert (ROOT / word).exists(), f"{word} is missing"

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 from conftest import ROOT
+from PIL import Image
+
+from common.data.splits import load_digits_data
 
 SCRIPT = """
 import sys, timm, torch
@@ -28,8 +31,8 @@ assert torch.equal(theirs(y), theirs(y.roll((5, 1), (2, 3))))
 
 def test_the_wheel_loads_predicts_adapts_and_exports(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy: building leaves files behind
-    for package in ("common", "swin", "swinv2", "cvt", "mvitv2", "segmentation"):
-        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("checkpoints", "__pycache__"))
+    for package in ("common", "swin", "swinv2", "cvt", "mvitv2", "segmentation", "shiftvit", "scripts"):
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -37,9 +40,19 @@ def test_the_wheel_loads_predicts_adapts_and_exports(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, cwd=tmp_path)
-    shutil.copytree(ROOT / "swin/checkpoints/a_swin_micro", tmp_path / "a_swin_micro")
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(site), str(tmp_path / "a_swin_micro")], cwd=tmp_path,
-                          env=environment, text=True, capture_output=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "label" in done.stdout
+
+    def say(*command: str) -> str:
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, text=True, capture_output=True,
+                              check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    assert "label" in say("-c", SCRIPT, str(site), "a_swin_micro")
+    shiftvit = str(site / "bin" / "shiftvit")  # the command that people type
+    Image.fromarray(load_digits_data()[1].images[0].permute(1, 2, 0).numpy()).save(tmp_path / "two.png")
+    said = say(shiftvit, "predict", "--model", "a_swin_micro", "two.png", "--top", "1", "--device", "cpu")
+    assert "two.png, a_swin_micro" in said
+    said = say(shiftvit, "evaluate", "--model", "swin/checkpoints/a_swin_micro", "--limit", "16", "--metrics", "c_cons")
+    assert "100.00" in said
+    assert "--recipe NAME" in say(shiftvit, "train", "segmentation", "--help")

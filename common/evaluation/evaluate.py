@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from ..data.preprocess import PREPROCESSOR_NAME, Preprocess, check_finite
 from ..data.sources import load_data, shown
 from ..data.splits import Arrays, Split
-from ..models.hub import resolve_file
+from ..models.hub import embedded, resolve_file
 from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
 from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
 from .perturb import PERTURBATIONS, ShiftAverage
@@ -145,6 +145,9 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
         model, preprocess = from_timm(source.removeprefix("timm:"))
     elif source in list_models():
         model = create_model(source, num_classes=classes, **arguments)
+        found = embedded(source)
+        trained = f": {found.parents[1].name}/checkpoints/{source} is trained" if found else ""
+        warnings.warn(f"{source} is the name of a model: it has fresh weights{trained}", stacklevel=2)
         preprocess = Preprocess(size=model.img_size)
     else:
         model = from_pretrained(source, **arguments)

@@ -9,6 +9,7 @@ header of its weights has shown that they are its own: what a repository can mak
 import inspect
 import json
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,11 +22,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from shiftvit import PACKAGES, ROOT
+
 from ..ops.ahead import compile_kernels
 from .configs import StoredInput, check_names, check_types, read_config, read_fields
 
 __all__ = ["CONFIG_NAME", "OURS", "PREPROCESSOR_NAME", "WEIGHTS_NAME", "HubModel", "StoredInput", "compile_options",
-           "load_weights", "read_config", "read_fields", "resolve_file", "upload_directory"]  # fmt: skip
+           "embedded", "load_weights", "read_config", "read_fields", "resolve_file", "upload_directory"]  # fmt: skip
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -189,8 +192,17 @@ def resolve_file(source: str | os.PathLike[str], name: str, **hub: Any) -> Path:
     return path
 
 
+def embedded(source: str | os.PathLike[str]) -> Path | None:
+    """A checkpoint that comes with our packages, by its name, ``a_swin_micro``, or its path from beside them,
+    ``swin/checkpoints/a_swin_micro``."""
+    name = Path(source).name
+    paths = [f"{package}/checkpoints/{name}" for package in PACKAGES if re.fullmatch(r"\w+", name)]
+    found = (path for path in paths if str(source) in (name, path) and (ROOT / path / CONFIG_NAME).is_file())
+    return next((ROOT / path for path in found), None)
+
+
 def _locate(source: str | os.PathLike[str], name: str, **hub: Any) -> Path:
-    directory = Path(source)
+    directory = Path(source) if Path(source).exists() else embedded(source) or Path(source)
     if directory.is_dir():
         if (directory / name).is_file():
             return directory / name

@@ -1,0 +1,64 @@
+"""The command ``shiftvit``, checkpoints by name, and torch.hub."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+
+from common import from_pretrained
+from common.data.splits import load_digits_data
+from common.evaluation.evaluate import load_for_evaluation
+from shiftvit.command import COMMANDS, main
+
+
+def test_embedded_checkpoints_go_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Away from the repository, as after ``pip install``."""
+    monkeypatch.chdir(tmp_path)
+    x = torch.randn(2, 3, 32, 32)
+    expected = from_pretrained(str(ROOT / "swin/checkpoints/a_swin_micro"))(x)
+    for source in ("a_swin_micro", "swin/checkpoints/a_swin_micro"):
+        assert torch.equal(from_pretrained(source)(x), expected)
+    for source in ("a_swin_tiny", "cvt/checkpoints/a_swin_micro", "../a_swin_micro", "*", ""):
+        with pytest.raises((FileNotFoundError, ValueError)):
+            from_pretrained(source)
+
+
+def test_fresh_weights_say_so() -> None:
+    """Lost otherwise: a person evaluates a name, and takes 10 % for the checkpoint's."""
+    with pytest.warns(UserWarning, match="fresh weights: swin/checkpoints/a_swin_micro is trained"):
+        load_for_evaluation("a_swin_micro", 10)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_there(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["shiftvit"])
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert not end.value.code
+    assert "--" in capsys.readouterr().out
+
+
+def test_folders_and_mistakes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["shiftvit"])
+    for words, said in ((["train", "cvt", "--help"], "Train CvT"), (["--help"], "shiftvit train [FOLDER]")):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert said in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["fly"])
+    assert "invalid choice: 'fly'" in capsys.readouterr().err
+    Image.fromarray(load_digits_data()[1].images[0].permute(1, 2, 0).numpy()).save(tmp_path / "two.png")
+    main(["predict", "--model", "a_swin_micro", str(tmp_path / "two.png"), "--device", "cpu", "--top", "1"])
+    assert "| 2 " in capsys.readouterr().out
+
+
+def test_torch_hub() -> None:
+    model = torch.hub.load(str(ROOT), "a_cvt_micro", source="local", num_classes=3).eval()
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
+    x = torch.randn(2, 3, 32, 32)
+    loaded = torch.hub.load(str(ROOT), "from_pretrained", "a_swin_micro", source="local")
+    assert torch.equal(loaded(x), from_pretrained("a_swin_micro")(x))
