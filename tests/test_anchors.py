@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from common import create_model
 from common.anchors import (
     ConvAnchor,
+    KeysAndValues,
     MergeAnchor,
+    PooledProjections,
     ProjectionAnchor,
     WindowAnchor,
     best_offset,
@@ -18,6 +20,7 @@ from common.anchors import (
 from common.evaluation.equivariance import anchored, assert_shift_equivariant, dense, invariant, shift_error
 from common.models.upsample import unpool
 from common.ops import merge_patches
+from common.ops.projection_energy import Pooling
 from common.shifts import roll
 
 SHIFTS = [*ALL_PHASES, (9, -7), (-30, 41), (56, 28)]
@@ -156,6 +159,7 @@ def test_phase_scores_and_energy() -> None:
     energy = torch.arange(16.0).view(1, 4, 4)
     scores = phase_scores(energy, (2, 2))
     assert scores.tolist() == [[[20, 24], [36, 40]]]
+    assert scores.dtype == torch.float64  # near ties are decided by what float32 would round away
     assert best_offset(scores).tolist() == [[1, 1]]
     assert token_energy(torch.tensor([[3.0, 4.0]]).view(1, 2, 1, 1), "energy", 1).item() == 25
     with pytest.raises(ValueError, match="no whole phases"):
@@ -212,6 +216,33 @@ def test_the_helper_fails_what_is_not_equivariant() -> None:
         shift_error(lambda x: (x, torch.zeros(2, 2, dtype=torch.long)), image((28, 28)), (1, 0), anchored(2))
     with pytest.raises(ValueError, match="no shift"):
         assert_shift_equivariant(conv, image((28, 28)), [])
+
+
+def depthwise(channels: int, stride: int) -> nn.Conv2d:
+    return nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False, padding_mode="circular").double()
+
+
+@pytest.mark.parametrize("kind", ["keys and values", "pooled at two strides"])
+@torch.no_grad()
+def test_projection_anchor_picks_the_phase_of_most_energy(kind: str) -> None:
+    """Any invariant score is equivariant: only the definition tells whether it is the paper's."""
+    norm, qkv, x = nn.LayerNorm(8).double(), nn.Linear(8, 24).double(), image((16, 16), 8).permute(0, 2, 3, 1) * 3 + 1
+    for tensor in (norm.weight, norm.bias):
+        nn.init.normal_(tensor)
+    two, four, other = depthwise(8, 2), depthwise(8, 4), depthwise(8, 4)
+    layer: KeysAndValues | PooledProjections = KeysAndValues(norm, four, other)
+    if kind == "pooled at two strides":
+        poolings = [Pooling(qkv, slice(0, 8), [two], 1), Pooling(qkv, slice(8, 24), [four, other], 1)]
+        layer = PooledProjections(norm, (4, 4), poolings)
+    energies = []
+    for phase in ALL_PHASES:
+        y = norm(roll(x, torch.tensor(phase).expand(2, 2), (1, 2)))
+        parts = [y, y] if isinstance(layer, KeysAndValues) else qkv(y).split(8, -1)
+        convs = [four, other] if isinstance(layer, KeysAndValues) else [two, four, other]
+        outputs = [conv(part.permute(0, 3, 1, 2)) for conv, part in zip(convs, parts, strict=True)]
+        energies.append(torch.stack([output.square().sum((1, 2, 3)) for output in outputs]).sum(0))
+    expected = torch.tensor(ALL_PHASES)[torch.stack(energies, 1).argmax(1)]
+    assert torch.equal(ProjectionAnchor(score="energy").offset(x, layer), expected)
 
 
 def test_pooled_projections_are_scored_as_two_layers_or_as_one() -> None:

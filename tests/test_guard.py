@@ -85,6 +85,16 @@ def guard_on(directory: Path, max_skipped: int = 2) -> tuple[FiniteGuard, Simple
     return FiniteGuard(accelerator, directory, max_skipped), accelerator  # type: ignore[arg-type]
 
 
+def test_a_step_that_was_not_finite_is_remembered(tmp_path: Path) -> None:
+    """A loss may be NaN once and finite again: the weights are then not what they would have been."""
+    guard, _ = guard_on(tmp_path)
+    for step, loss in enumerate((1.0, math.nan, 1.0, math.inf, 1.0), 1):
+        guard.batch(torch.tensor(loss), torch.arange(3), Progress(step=step - 1))
+        guard.step(None, Progress(step=step))
+    with pytest.raises(FloatingPointError, match="first at step 2"):
+        guard.check(Progress(step=5), [nn.Linear(2, 2)])
+
+
 def test_steps_that_fp16_skips_are_counted(tmp_path: Path) -> None:
     """A scaler overflows now and then and goes on; one that overflows for ever would idle until the last step."""
     guard, accelerator = guard_on(tmp_path)

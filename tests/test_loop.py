@@ -7,17 +7,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common import from_pretrained
+from common import create_model, from_pretrained
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import load_data
 from common.evaluation.evaluate import evaluate
 from common.training import engine
-from common.training.engine import _schedule
+from common.training.engine import _parameters, _schedule
 from common.training.recipe import Recipe, RunOptions, parse_command_line
 from common.training.task import Classification
 from swin.recipes import RECIPES
@@ -27,19 +28,24 @@ WEIGHT = "head.fc.weight"
 
 
 class Witness(Classification):
-    """Notes the last layer at every step and evaluation, and which batches it is asked for; scores by a list."""
+    """Notes the last layer and its gradient at every step, the last layer at every evaluation, and which batches it is
+    asked for; scores by a list."""
 
     scores: ClassVar[list[float]] = []
     trained: ClassVar[list[Tensor]] = []
     evaluated: ClassVar[list[dict[str, Tensor]]] = []
     asked: ClassVar[list[tuple[int, int]]] = []
+    images: ClassVar[list[list[int]]] = []
+    gradients: ClassVar[list[bool]] = []
 
     def inputs(self, batch: Any, epoch: int, number: int) -> tuple[Tensor, Tensor]:
         self.asked.append((epoch, number))
+        self.images.append(batch.tolist())
         return super().inputs(batch, epoch, number)
 
     def loss(self, model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         self.trained.append(model.state_dict()[WEIGHT].clone())
+        self.gradients.append(model.get_parameter(WEIGHT).grad is not None)
         return super().loss(model, images, targets)
 
     def evaluate(self, model: nn.Module) -> dict[str, Any]:
@@ -49,7 +55,7 @@ class Witness(Classification):
 
 @pytest.fixture
 def witness(monkeypatch: pytest.MonkeyPatch) -> type[Witness]:
-    for name in ("scores", "trained", "evaluated", "asked"):
+    for name in ("scores", "trained", "evaluated", "asked", "images", "gradients"):
         monkeypatch.setattr(Witness, name, [])
     return Witness
 
@@ -71,6 +77,41 @@ def test_each_step_has_its_learning_rate_and_each_batch_its_number(
     rates = [row["lr"] for row in rows if "lr" in row]
     assert rates == pytest.approx([recipe.scaled(recipe.lr) * factor(step) for step in range(1, 9)])
     assert witness.asked == [(epoch, number) for epoch in (0, 1) for number in range(8)]
+
+
+def test_epochs_have_orders_of_their_own_and_steps_gradients(
+    tmp_path: Path, train_digits: Train, witness: type[Witness]
+) -> None:
+    """Batches would be the same in all epochs; gradients of all steps would add up, not only those of one."""
+    train_digits(tmp_path, "--epochs", "2", "--gradient_accumulation_steps", "2", task=witness)
+    first, second = ([index for batch in witness.images[i : i + 8] for index in batch] for i in (0, 8))
+    assert sorted(first) == sorted(second) == list(range(64))
+    assert first != second
+    assert witness.gradients == [False, True] * 8
+
+
+def test_labels_are_smoothed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes ask for it; mixed targets are smoothed already."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+    recipe = Recipe(model="swin_micro", data="digits", label_smoothing=0.3)
+    job = Classification(recipe, RunOptions(limit=32), Accelerator())
+    logits, labels, images = torch.randn(4, 10), torch.arange(4), torch.zeros(4, 3, 32, 32)
+    mixed = torch.rand(4, 10).softmax(1)
+    model: Any = lambda images: logits  # noqa: E731
+    torch.testing.assert_close(job.loss(model, images, labels), F.cross_entropy(logits, labels, label_smoothing=0.3))
+    torch.testing.assert_close(job.loss(model, images, mixed), F.cross_entropy(logits, mixed))
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("layer_decay", [1.0, 0.9])
+def test_norms_and_biases_do_not_decay(layer_decay: float) -> None:
+    """They would be pulled to zero, where a norm has no gain."""
+    model: Any = create_model("swin_micro")
+    groups = _parameters(model, Recipe(model="swin_micro", weight_decay=0.3, layer_decay=layer_decay))
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        assert decay[id(parameter)] == (0.3 if parameter.ndim > 1 and "bias_table" not in name else 0.0), name
 
 
 def test_gradients_are_clipped(tmp_path: Path, train_digits: Train, witness: type[Witness]) -> None:

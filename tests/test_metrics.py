@@ -58,6 +58,20 @@ def test_metrics_do_not_depend_on_batching() -> None:
     assert s_cons(by_brightest_column, x, seed=3) == s_cons(by_brightest_column, x.split(11), seed=3)
 
 
+def test_settings_of_the_measures_count() -> None:
+    """Pairs of shifts would be one pair, a seed no seed, the worst case the last one."""
+    x = torch.randn(40, 1, 16, 16)
+    first, second = (c_cons(by_brightest_column, x, seed=seed) for seed in (5, 6))
+    assert first != second
+    assert c_cons(by_brightest_column, x, seed=5, pairs=2) == pytest.approx((first + second) / 2)
+    assert s_cons(by_brightest_column, x) == s_cons(by_brightest_column, x, max_shift=2)  # an eighth of the side
+    assert s_cons(by_brightest_column, x) != s_cons(by_brightest_column, x, max_shift=4)
+    column = torch.zeros(1, 1, 4, 16)
+    column[..., 5] = 1
+    by_parity = lambda x: torch.stack([x[..., i::2].sum((1, 2, 3)) for i in (0, 1)], 1)  # noqa: E731
+    assert c_cons(by_parity, column, worst=3) == 0.0  # one column further on the label is another, two on the same
+
+
 def test_s_cons_sees_the_border() -> None:
     x = torch.zeros(64, 1, 16, 16)
     x[:, :, :, 0] = 1.0
@@ -131,6 +145,7 @@ def test_masks_are_shifted_back_before_they_are_compared() -> None:
 
     for seed in range(3):
         assert mascc(by_pixel, x, seed=seed) == 100.0
+        assert mascc(by_pixel, x, worst=3) == 100.0
         assert massc(by_pixel, x, max_shift=5, seed=seed) == 100.0  # the border that comes in is not compared
         assert massc(by_pixel, x, crop=(8, 12), seed=seed) == 100.0
     by_place = massc(lambda images: by_pixel(x[: len(images)]), x, max_shift=5)  # labels that stay where they are

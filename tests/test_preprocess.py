@@ -1,5 +1,7 @@
 """Augmentation: what happens to an image depends on (seed, epoch, index) and on nothing else."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,29 @@ def test_augmentation_does_not_depend_on_the_batch() -> None:
     halves = torch.cat([preprocess.train(x[part], index[part], 7, 3) for part in (slice(0, 3), slice(3, 8))])
     assert torch.allclose(whole, halves, atol=1e-6)
     assert not torch.allclose(whole, preprocess.train(x, index, 7, 4), atol=1e-2)
+
+
+def test_flips_and_circular_shifts_are_what_they_say() -> None:
+    """Half of the images mirrored, none upside down; content anywhere on the torus."""
+    plain, index, x = Preprocess(size=(32, 32)), torch.arange(200), images(200)
+    seen = Preprocess(size=(32, 32), flip=True).train(x, index, 0, 0)
+    same, mirrored = ((seen == plain.evaluate(y)).flatten(1).all(1) for y in (x, x.flip(-1)))
+    assert (same ^ mirrored).all()
+    assert 70 < mirrored.sum() < 130
+    pixel = torch.zeros(200, 3, 32, 32, dtype=torch.uint8)
+    pixel[..., 0, 0] = 255
+    moved = Preprocess(size=(32, 32), circular=True).train(pixel, index, 0, 0)
+    place = moved.sum(1).flatten(1).argmax(1)
+    for axis in (place // 32, place % 32):
+        assert len(axis.unique()) > 28
+        assert (axis.min(), axis.max()) == (0, 31)
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    """Else a published model is shown other colours, or another crop, than it was trained on."""
+    preprocess = Preprocess(size=(24, 32), resize=36, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    preprocess.save(tmp_path)
+    assert Preprocess.load(tmp_path / "preprocessor_config.json") == preprocess
 
 
 def test_erasing_puts_noise_into_one_rectangle() -> None:

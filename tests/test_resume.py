@@ -185,6 +185,8 @@ def test_going_back_sets_later_checkpoints_aside(finished: Path, used: Path, tra
                  str(used / "checkpoints/step_00000002"), "--gradient_accumulation_steps", "1")  # fmt: skip
     assert steps(used) == [4]
     assert sorted(path.name for path in (used / "checkpoints.old-1").iterdir()) == ["step_00000003", "step_00000004"]
+    rows = [json.loads(line) for line in (used / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]  # what is done again is logged once
     assert same(used, finished)
 
 

@@ -50,6 +50,12 @@ def test_miou_is_that_of_the_whole_set() -> None:
         miou(by_position, (x, labels[:, :3]))
 
 
+def test_rows_of_the_confusion_matrix_are_labels() -> None:
+    """mIoU would not notice, but who reads which class is taken for which would read it the wrong way round."""
+    matrix = confusion_matrix(torch.tensor([[[2, 2]]]), torch.tensor([[[0, 255]]]), 3)
+    assert matrix.nonzero().tolist() == [[0, 2]]
+
+
 def test_consistencies_follow_their_definitions() -> None:
     """mASCC and mASSC would not be the paper's: compared here pixel by pixel, in loops."""
     x, index = torch.randn(4, 1, 8, 16), torch.arange(4)

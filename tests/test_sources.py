@@ -168,6 +168,8 @@ def test_a_decompression_bomb_is_refused() -> None:
     header[29:33] = zlib.crc32(header[12:29]).to_bytes(4, "big")
     with pytest.raises((Image.DecompressionBombError, Image.DecompressionBombWarning)):
         decode_image(bytes(header))
+    with pytest.raises(Image.DecompressionBombError, match="8 x 8 pixels, more than 63: shrink"):  # our own bound
+        decode_image(encode(0), most=63)
 
 
 @pytest.mark.slow
