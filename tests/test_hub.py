@@ -10,6 +10,7 @@ from conftest import randomize
 from safetensors.torch import load_file, save_file
 
 from common import create_model, from_pretrained, list_models
+from common.models.hub import load_weights
 from swin import Swin
 
 
@@ -91,6 +92,23 @@ def test_truncated_and_hostile_weights_are_refused(saved: Path) -> None:
         with pytest.raises(ValueError, match="not a whole safetensors file"):
             from_pretrained(str(saved))
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused_unless_asked_for(value: float, saved: Path) -> None:
+    """A model that gives NaN for every image would be served, fine-tuned or published, and nobody told why."""
+    path = saved / "model.safetensors"
+    state = load_file(path)
+    state["norm.bias"][3] = value
+    save_file(state, path)
+    with pytest.raises(ValueError, match="NaN or Inf in 1 of 63 tensors, such as norm.bias: .*allow_nonfinite=True"):
+        from_pretrained(str(saved))
+    fresh = create_model("a_swin_micro")
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        load_weights(fresh, path, may_differ="head.")
+    load_weights(fresh, path, allow_nonfinite=True)
+    for model in (fresh, from_pretrained(str(saved), allow_nonfinite=True)):
+        assert torch.equal(model.state_dict()["norm.bias"].isfinite(), state["norm.bias"].isfinite())
 
 
 def test_missing_files_say_what_to_do(saved: Path) -> None:

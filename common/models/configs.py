@@ -48,7 +48,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
     if not isinstance(config.get("model_type", ""), str):
         raise ValueError(f"{path}: model_type is {type(config['model_type']).__name__}, expected the name of a model")
-    return {key: _names(value, f"{path}: {key}") if key == "id2label" else _plain(value, key, f"{path}: {key}")
+    return {key: _names(value, f"{path}: {key}") if key == "id2label" else _plain(value, key, f"{path}: {key[:64]}")
             for key, value in config.items()}  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def _plain(value: Any, key: str, where: str, depth: int = 0) -> Any:
             if key == "depths" and sum(v for v in value if isinstance(v, (int, float))) > MAX_BLOCKS:
                 raise ValueError(f"{where} is {value}: more than {MAX_BLOCKS} blocks are refused")
             return value
-        return {k: _plain(v, k, f"{where}.{k}", depth + 1) for k, v in value.items()}
+        return {k: _plain(v, k, f"{where}.{k[:64]}", depth + 1) for k, v in value.items()}
     if isinstance(value, str) and not TEXT.fullmatch(value):
         raise ValueError(f"{where} is {value[:64]!r}: a config names things by letters, digits and '._-', it holds "
                          "neither paths nor code")  # fmt: skip
@@ -95,7 +95,7 @@ def check_types(cls: type[Any], config: dict[str, Any], where: str) -> None:
     for key, value in config.items():
         if not _fits(value, hints[key]):
             shown = str(hints[key]) if typing.get_origin(hints[key]) else hints[key].__name__
-            raise ValueError(f"config of {where}: {key} is {value!r}, expected {shown}")
+            raise ValueError(f"config of {where}: {key} is {repr(value)[:100]}, expected {shown}")
 
 
 def read_fields(kind: type, keys: Sequence[str], path: Path) -> dict[str, Any]:

@@ -93,11 +93,12 @@ class HubModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None,
-                        cache_dir: str | None = None, local_files_only: bool = False,
+                        cache_dir: str | None = None, local_files_only: bool = False, allow_nonfinite: bool = False,
                         **overrides: Any) -> Self:  # fmt: skip
         """Load from a directory or a Hub repository. ``overrides`` replace config entries, for instance
         ``adaptive=True``: an adaptive model has exactly the weights of its default. With another ``num_classes`` the
-        last layer starts anew, and a warning says so."""
+        last layer starts anew, and a warning says so. Weights with NaN or Inf are refused, unless ``allow_nonfinite``.
+        """
         hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         config, names = cls.read_arguments(source, overrides, **hub)
         arguments, weights = {**config, **overrides}, resolve_file(source, WEIGHTS_NAME, **hub)
@@ -105,7 +106,7 @@ class HubModel(nn.Module):
         may_differ = None if same else cls.last_layer
         check_outline(cls, arguments, weights, str(source), may_differ)
         model = cls(**arguments)
-        if fresh := load_weights(model, weights, may_differ):
+        if fresh := load_weights(model, weights, may_differ, allow_nonfinite=allow_nonfinite):
             warnings.warn(f"{', '.join(fresh)} of {source} belong to {config['num_classes']} classes: they start anew "
                           f"for {arguments['num_classes']} and need training", stacklevel=2)  # fmt: skip
         model.class_names = names if same else ()
@@ -124,7 +125,8 @@ class HubModel(nn.Module):
         config = {key: value for key, value in config.items() if key not in FOR_TIMM}
         known = set(inspect.signature(cls.__init__).parameters) - {"self"}
         if unknown := sorted((set(config) | set(overrides)) - known):
-            raise ValueError(f"config of {source} has unknown keys {unknown}: {cls.__name__} takes {sorted(known)}")
+            raise ValueError(f"config of {source} has unknown keys {str(unknown)[:100]}: "
+                             f"{cls.__name__} takes {sorted(known)}")  # fmt: skip
         check_types(cls, config, str(source))
         if names and len(names) != config.get("num_classes"):
             raise ValueError(f"config of {source}: id2label has {len(names)} names for {config.get('num_classes')} "
@@ -229,7 +231,7 @@ def check_outline(cls: type[HubModel], arguments: dict[str, Any], weights: Path,
         with torch.device("meta"):
             outline = cls(**arguments)
     except Exception as error:
-        raise ValueError(f"config of {where} describes no {cls.__name__}: {error}") from error
+        raise ValueError(f"config of {where} describes no {cls.__name__}: {str(error)[:300]}") from error
     stored = outline.state_dict()
     check_state(_without(stored, may_differ), _without(found, may_differ), str(weights))
     computed = sum(b.numel() * b.element_size() for name, b in outline.named_buffers() if name not in stored)
@@ -258,11 +260,14 @@ def read_header(path: Path) -> dict[str, Entry]:
         with safe_open(path, framework="pt") as file:
             return {name: Entry(tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or save it again") from None
+        raise ValueError(f"{path} is not a whole safetensors file ({str(error)[:200]}): fetch or save it "
+                         "again") from None  # fmt: skip
 
 
-def load_weights(model: nn.Module, path: Path, may_differ: str | tuple[str, ...] | None = None) -> list[str]:
-    """Load a safetensors file into ``model``: all names, all shapes, nothing else.
+def load_weights(model: nn.Module, path: Path, may_differ: str | tuple[str, ...] | None = None, *,
+                 allow_nonfinite: bool = False) -> list[str]:  # fmt: skip
+    """Load a safetensors file into ``model``: all names, all shapes, nothing else, and no NaN or Inf unless
+    ``allow_nonfinite``.
 
     ``may_differ``: tensors whose name begins so keep their own values where the file has other shapes (a classifier for
     other classes). Returns their names.
@@ -276,6 +281,10 @@ def load_weights(model: nn.Module, path: Path, may_differ: str | tuple[str, ...]
             and name in state and state[name].shape != tensor.shape]  # fmt: skip
     state |= {name: own[name] for name in kept}
     check_state(own, state, str(path))
+    broken = [name for name, tensor in state.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if broken and not allow_nonfinite:
+        raise ValueError(f"{path} holds NaN or Inf in {len(broken)} of {len(state)} tensors, such as {broken[0]}: take "
+                         "weights from before, or load these as they are with allow_nonfinite=True")  # fmt: skip
     model.load_state_dict(state, strict=True)
     return kept
 
@@ -299,5 +308,6 @@ def check_state(expected: Mapping[str, Tensor], state: Mapping[str, Tensor | Ent
         if isinstance(found := state.get(name), Tensor) and found.is_floating_point() != tensor.is_floating_point()
     ]
     if problems:
-        shown = "; ".join(sorted(problems)[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        shown = "; ".join(problem[:100] for problem in sorted(problems)[:4])
+        shown += f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise ValueError(f"{where} does not fit the model: {shown}")
