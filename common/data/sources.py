@@ -174,15 +174,24 @@ def _read_parquet(files: list[Path], skip_broken: bool) -> Split:
         schema = pq.read_schema(files[0])
         columns = [find_column(schema.names, wanted, files[0]) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS)]
         table = pa.concat_tables([pq.read_table(file, columns=columns) for file in files])
-    except pa.ArrowException as error:
-        raise ValueError(f"{files[0].parent} holds no readable parquet ({error}): fetch the files again") from None
+    except (pa.ArrowException, OSError) as error:  # a broken page is an OSError there
+        raise ValueError(f"{files[0].parent} holds no readable parquet ({str(error)[:200]}): fetch the files "
+                         "again") from None  # fmt: skip
     cells = table.column(columns[0])
-    stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    names = stored.get("info", {}).get("features", {}).get(columns[1], {}).get("names")
+    names = _class_names(schema.metadata or {}, columns[1])
     where = f"{files[0].parent}/{files[0].name}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
     labels, classes = read_labels(table.column(columns[1]).to_pylist(), names, f"{where}, column {columns[1]!r}")
     return _split(range(len(cells)), partial(_read_cell, cells), labels, classes,
                   partial(_row_name, f"{files[0].parent}/{files[0].name}"), skip_broken)  # fmt: skip
+
+
+def _class_names(metadata: dict[bytes, bytes], column: str) -> list[str] | None:
+    """What the Hub notes in a file of parquet, if it does."""
+    try:
+        names = json.loads(metadata[b"huggingface"])["info"]["features"][column]["names"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
 
 # how a split reads an item and what it calls it: plain functions, so that a split can be sent to workers
