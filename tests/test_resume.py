@@ -123,6 +123,16 @@ def test_a_torn_log_line_is_left_out(used: Path, capsys: pytest.CaptureFixture[s
     assert [row["step"] for row in after if "loss" in row] == [1, 2, 3, 4]
 
 
+def test_random_numbers_go_on_where_they_were(tmp_path: Path, train_digits: Train) -> None:
+    """Drop path would leave out other blocks after a resumption, in the middle of an epoch or at its end."""
+    flags = (*EVERY_STEP, "--drop_path", "0.5", "--steps", "7")
+    train_digits(tmp_path / "whole", *flags)
+    for step in (2, 4):
+        source = tmp_path / f"whole/checkpoints/step_{step:08d}"
+        train_digits(tmp_path / str(step), *flags, "--resume_from_checkpoint", str(source))
+        assert same(tmp_path / "whole", tmp_path / str(step)), step
+
+
 # another accumulation
 
 

@@ -224,7 +224,9 @@ def _loader(job: Task, recipe: BaseRecipe, options: RunOptions, accelerator: Acc
                          "choose a smaller --batch_size")  # fmt: skip
     workers = 0 if isinstance(split, Arrays) else options.dataloader_num_workers
     settings: dict[str, Any] = {"batch_size": recipe.batch_size // ways, "drop_last": True, "num_workers": workers,
-                                "pin_memory": workers > 0 and accelerator.device.type == "cuda"}  # fmt: skip
+                                "pin_memory": workers > 0 and accelerator.device.type == "cuda",
+                                "generator": torch.Generator()}  # fmt: skip
+    # a generator of its own: a loader draws a number whenever it begins, and a resumed one begins once more
     if isinstance(split, Stream):
         split.shard(accelerator.process_index, accelerator.num_processes)
         return DataLoader(split, **settings), steps_per_epoch
