@@ -4,6 +4,7 @@ A case is made of a directory, which it fills, and of random numbers; what it re
 """
 
 import contextlib
+import copy
 import io
 import json
 import random
@@ -63,6 +64,10 @@ def spoil_bytes(rng: random.Random, content: bytes) -> bytes:
     return bytes(data)
 
 
+def odd(rng: random.Random) -> Any:
+    return copy.deepcopy(rng.choice(VALUES))
+
+
 def spoil_json(rng: random.Random, content: bytes) -> bytes:
     """Replace, drop or add a value anywhere; or spoil the text."""
     if rng.random() < 0.3:
@@ -74,9 +79,9 @@ def spoil_json(rng: random.Random, content: bytes) -> bytes:
             keys = list(value) if isinstance(value, dict) else list(range(len(value)))
             if not keys or rng.random() < 0.1:
                 if isinstance(value, dict):
-                    value[rng.choice(("evil", "auto_map", "", "size"))] = rng.choice(VALUES)
+                    value[rng.choice(("evil", "auto_map", "", "size"))] = odd(rng)
                 else:
-                    value.append(rng.choice(VALUES))
+                    value.append(odd(rng))
                 break
             key = rng.choice(keys)
             if isinstance(value[key], (dict, list)) and rng.random() < 0.6:
@@ -85,7 +90,7 @@ def spoil_json(rng: random.Random, content: bytes) -> bytes:
             if rng.random() < 0.15:
                 del value[key]
             else:
-                value[key] = rng.choice(VALUES) if rng.random() < 0.7 else _near(rng, value[key])
+                value[key] = odd(rng) if rng.random() < 0.7 else _near(rng, value[key])
             break
     return json.dumps(whole).encode(errors="replace")
 
@@ -157,9 +162,9 @@ def parquet(directory: Path, rng: random.Random) -> Callable[[], Any]:
     if part < 0.6:
         _spoil(train, rng, spoil_bytes)
     elif part < 0.8:
-        odd = [rng.choice(VALUES) if rng.random() < 0.5 else label for label in labels]
+        others = [odd(rng) if rng.random() < 0.5 else label for label in labels]
         with contextlib.suppress(pa.ArrowException, TypeError, OverflowError):  # what no column can hold
-            _write_parquet(train, pictures, odd)
+            _write_parquet(train, pictures, others)
     else:
         _write_parquet(train, [spoil_bytes(rng, picture) for picture in pictures], labels)
     skip = rng.random() < 0.3

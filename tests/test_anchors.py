@@ -27,8 +27,8 @@ SHIFTS = [*ALL_PHASES, (9, -7), (-30, 41), (56, 28)]
 SIZES = [(28, 28), (28, 56)]
 
 
-def image(size: tuple[int, int], channels: int = 3) -> Tensor:
-    return torch.randn(2, channels, *size, dtype=torch.float64)
+def image(size: tuple[int, int], channels: int = 3, batch: int = 2) -> Tensor:
+    return torch.randn(batch, channels, *size, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -54,9 +54,10 @@ def test_strided_convolution_after_its_anchor(conv: nn.Conv2d, size: tuple[int, 
 
 def test_conv_anchor_picks_the_phase_of_most_energy() -> None:
     conv = nn.Conv2d(3, 8, 4, stride=4).double()
-    x = image((28, 28))
+    nn.init.normal_(conv.bias)
+    x = image((28, 28), batch=32)
     energy = torch.stack([
-        conv(roll(x, torch.tensor(phase).expand(2, 2))).square().sum((1, 2, 3)) for phase in ALL_PHASES
+        conv(roll(x, torch.tensor(phase).expand(32, 2))).square().sum((1, 2, 3)) for phase in ALL_PHASES
     ], 1)  # fmt: skip
     expected = torch.tensor(ALL_PHASES)[energy.argmax(1)]
     assert torch.equal(ConvAnchor(score="energy").offset(x, conv), expected)
@@ -81,10 +82,10 @@ def test_folded_layer_norm_scores_as_the_stock_merging_does() -> None:
     norm, reduction = nn.LayerNorm(12).double(), nn.Linear(12, 6, bias=False).double()
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    x = image((28, 56)).permute(0, 2, 3, 1)
+    x = image((28, 56), batch=32).permute(0, 2, 3, 1) + 1
     phases = [(0, 0), (0, 1), (1, 0), (1, 1)]
     energy = torch.stack([
-        reduction(norm(merge_patches(roll(x, torch.tensor(p).expand(2, 2), (1, 2))))).square().sum((1, 2, 3))
+        reduction(norm(merge_patches(roll(x, torch.tensor(p).expand(32, 2), (1, 2))))).square().sum((1, 2, 3))
         for p in phases
     ], 1)  # fmt: skip
     expected = torch.tensor(phases)[energy.argmax(1)]
@@ -107,7 +108,7 @@ def test_windows_after_their_anchor_hold_the_same_tokens(size: tuple[int, int], 
 
 
 def test_window_anchor_follows_the_papers_score() -> None:
-    x = image((14, 21)).permute(0, 2, 3, 1)
+    x = image((14, 21), batch=16).permute(0, 2, 3, 1)
     norms, best = x.norm(dim=-1), []
     for sample in norms:
         scores = {}

@@ -51,6 +51,7 @@ def hard_images(height: int, width: int) -> dict[str, Tensor]:
         "0 or 255": grey(255 * mask[0, 0]),
         "whole numbers": (noise * 256).floor(),
         "yellow or blue": torch.cat([mask, mask, 1 - mask], 1),
+        "only blue": torch.cat([0 * mask, 0 * mask, mask], 1),
         "point reflection": noise + noise.flip(2, 3),
     }  # fmt: skip
 
@@ -105,6 +106,32 @@ def test_remainders_are_exact_as_far_as_they_say() -> None:
     """Up to the largest sums: else another device would choose another place."""
     t = torch.arange(-(2**18), 2**18 + 1)
     assert torch.equal(residue(t.float()).long(), t % 2039 - 1019)
+
+
+def by_definition(x: Tensor) -> list[int]:
+    """The place of one image (1, C, H, W), in whole numbers of 64 bits."""
+    g, least = read(x)[0].long(), torch.iinfo(torch.int64).min
+    y, z = (kernel[:side].long() for kernel, side in zip(Canonical().kernel, g.shape, strict=True))
+    d = g.sum(1)
+    step = d - d.roll(1)
+    seen = torch.stack([(d * y.roll(h)).sum() for h in range(len(y))])
+    best = torch.where(step == step.max(), seen, least)
+    rows = (best == best.max()).nonzero().flatten().tolist()
+    s = torch.stack([(g * y.roll(h)[:, None]).sum(0) for h in rows])  # of the best rows, as a rule one
+    step = s - s.roll(1, 1)
+    scores = torch.stack([(s * z.roll(w)).sum(1) for w in range(len(z))], 1)
+    row, column = divmod(int(torch.where(step == step.max(), scores, least).argmax()), len(z))
+    return [rows[row], column]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_places_are_those_of_the_definition(size: tuple[int, int]) -> None:
+    """Lost otherwise: the same place on another device, or from a kernel, for images that are hard to place."""
+    images = hard_images(*size)
+    faint = torch.full((1, 1, *size), 1019 / 1024)  # is read as 0, and what is a step brighter as 1: small sums
+    faint[..., torch.tensor([1, 1, 3, 3]), torch.tensor([1, 3, 1, 3])] = 1020 / 1024
+    for name, x in {**images, "faint": faint}.items():
+        assert Canonical().offset(x).tolist() == [by_definition(x)], name
 
 
 @pytest.mark.parametrize("side", [5, 2048])
