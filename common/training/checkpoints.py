@@ -147,9 +147,8 @@ def load_checkpoint(accelerator: Accelerator, path: Path, identity: dict[str, An
     """Restore model, optimizer, schedule and random states; refuse a checkpoint of another model or recipe."""
     state = on_main(accelerator, lambda: read_checkpoint(path))
     ours = json.loads(json.dumps(identity, default=str))
-    if differing := sorted(key for key in ours.keys() | state["identity"].keys()
-                           if ours.get(key) != state["identity"].get(key)):  # fmt: skip
-        shown = ", ".join(f"{key}: {state['identity'].get(key)!r} there, {ours.get(key)!r} here" for key in differing)
+    if differing := _differences(state["identity"], ours):
+        shown = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
         raise ValueError(f"{path} belongs to another run ({shown}): use the same flags, or another --output_dir")
     try:
         accelerator.load_state(str(path))
@@ -164,6 +163,16 @@ def load_checkpoint(accelerator: Accelerator, path: Path, identity: dict[str, An
         if accelerator.process_index >= state["processes"]:  # has no state of its own
             set_seed(derive_seed(progress.step, accelerator.process_index))
     return progress
+
+
+def _differences(there: Any, here: Any, name: str = "") -> list[str]:
+    """What differs in objects of JSON, by name, as people read it."""
+    if there == here:
+        return []
+    if isinstance(there, dict) and isinstance(here, dict):
+        return [line for key in sorted(there.keys() | here.keys())
+                for line in _differences(there.get(key), here.get(key), key)]  # fmt: skip
+    return [f"{name[:30]}: {repr(there)[:40]} there, {repr(here)[:40]} here"]
 
 
 def on_main(accelerator: Accelerator, f: Callable[[], T]) -> T:
