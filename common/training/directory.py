@@ -76,8 +76,11 @@ def locked(accelerator: Accelerator, output: Path) -> Iterator[None]:
 
 def acquire(output: Path) -> int:
     """Lock ``output/.lock`` and note this process in it; returns the descriptor to release."""
-    output.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(output / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(output / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise type(error)(f"{output} cannot be written ({error.strerror}): choose another --output_dir") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,0 +1,294 @@
+"""Disturb a training run in every way that comes to mind, and see whether it ends with the weights it would have had.
+
+``python scripts/soak.py --kills 50``
+
+A micro model learns digits on one CPU process. It is killed at random moments and resumed by ``--resume_from_checkpoint
+latest``; its disk is full; its directory is read-only; its newest checkpoint is torn; a second run comes in; a fresh
+one begins over it; it goes on with another accumulation and with two processes. At the end its weights must equal those
+of an undisturbed run to the bit (with another accumulation or number of processes: to rounding), or the refusal must
+say what to do. The exit status is 1 if one does not.
+"""
+
+import argparse
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tqdm.auto import tqdm
+
+from common.data.sources import load_data
+from common.evaluation.tables import format_table
+from common.training.checkpoints import latest_checkpoint
+from common.training.engine import main as train
+from swin.recipes import RECIPES
+
+ROOT = Path(__file__).resolve().parents[1]
+RESUME = ("--resume_from_checkpoint", "latest")
+ROUNDING = 1e-4  # relative difference of the weights that another order of sums may make
+TORN = {
+    "empty": lambda content: b"",
+    "one byte": lambda content: content[:1],
+    "half": lambda content: content[: len(content) // 2],
+    "all but one byte": lambda content: content[:-1],
+    "first bit flipped": lambda content: bytes([content[0] ^ 1]) + content[1:],
+    "last bit flipped": lambda content: content[:-1] + bytes([content[-1] ^ 128]),
+    "zeros at its end": lambda content: content[:-64] + bytes(len(content[-64:])),
+    "missing": lambda content: None,
+}
+
+
+class Soak:
+    """A directory with an undisturbed run, and what it takes to start others."""
+
+    def __init__(self, directory: Path, kills: int, seed: int, drop_path: str = "0.1") -> None:
+        self.directory, self.kills, self.rng = directory, kills, random.Random(seed)
+        self.steps = 40 + 12 * kills  # more than a run is let go between two kills
+        directory.mkdir(exist_ok=True)
+        load_data("digits")  # imports what every run needs, once for all
+        self.flags = ["--model", "swin_micro", "--limit", "64", "--batch_size", "16", "--steps", str(self.steps),
+                      "--checkpointing_steps", "1", "--eval_every", "5", "--metrics", "top1", "--report_to", "none",
+                      "--drop_path", drop_path, "--ema_decay", "0.9"]  # fmt: skip
+        self.reference = directory / "undisturbed"
+        self.finish(self.reference)
+
+    def start(self, output: Path, *more: str, prepare: Callable[[], Any] = lambda: None) -> BaseProcess:
+        """A run in a process of its own; what it says goes to ``output.txt`` beside its directory."""
+        process = multiprocessing.get_context("fork").Process(target=self._run, args=(output, more, prepare))
+        process.start()
+        return process
+
+    def _run(self, output: Path, more: Sequence[str], prepare: Callable[[], Any]) -> None:
+        said = os.open(output.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(said, stream)
+        prepare()
+        train(RECIPES, "digits", None, [*self.flags, "--output_dir", str(output), *more])
+
+    def said(self, output: Path) -> str:
+        return output.with_suffix(".txt").read_text(errors="replace")
+
+    def finish(self, output: Path, *more: str) -> None:
+        process = self.start(output, *more)
+        process.join()
+        if process.exitcode:
+            raise AssertionError(f"a run ended with {process.exitcode}:\n{self.said(output)[-2000:]}")
+
+    def refused(self, output: Path, message: str, *more: str, prepare: Callable[[], Any] = lambda: None) -> None:
+        """A run must end at once, and say why."""
+        process = self.start(output, *more, prepare=prepare)
+        process.join()
+        said = self.said(output)
+        assert process.exitcode == 1, f"not refused: ended with {process.exitcode}"
+        assert re.search(rf"^\w*Error: .*{message}", said, re.M), f"another refusal: {said[-500:]}"
+
+    def difference(self, output: Path) -> float:
+        one, other = (load_file(path / "model.safetensors") for path in (self.reference, output))
+        if all(torch.equal(one[name], other[name]) for name in one):
+            return 0.0
+        first, second = (torch.cat([state[name].double().flatten() for name in one]) for state in (one, other))
+        return float((first - second).norm() / first.norm())
+
+    def equal(self, output: Path) -> None:
+        difference = self.difference(output)
+        assert difference == 0, f"weights differ by {difference:.1e} of their norm"
+
+    def half_way(self, name: str) -> Path:
+        """A copy of the killed run's directory, in the middle of the run."""
+        return Path(shutil.copytree(self.directory / "middle", self.directory / name))
+
+
+def steps(output: Path) -> int:
+    """Of the newest checkpoint, by its name."""
+    return max((int(path.name[5:]) for path in output.glob("checkpoints/step_*")), default=0)
+
+
+def killed(soak: Soak, bar: tqdm) -> str:
+    """SIGKILL after some steps, or after some time, which falls into the start, a resumption or an evaluation."""
+    output, rng, moments = soak.directory / "killed", soak.rng, []
+    for number in range(soak.kills):
+        process, begun = soak.start(output, *RESUME), steps(output)
+        ahead, patience = rng.choice((0, 1, 2, 4, 8)), rng.uniform(0, 1)
+        deadline = time.monotonic() + patience
+        while process.is_alive() and (steps(output) < begun + ahead if ahead else time.monotonic() < deadline):
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.1))
+        assert process.is_alive(), f"the run ended before kill {number + 1}:\n{soak.said(output)[-2000:]}"
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+        moments.append(steps(output))
+        bar.update()
+        if number == soak.kills // 2:
+            shutil.copytree(output, soak.directory / "middle")  # as a kill has left it
+    soak.finish(output, *RESUME)
+    soak.equal(output)
+    return f"{soak.kills} kills up to step {moments[-1]} of {soak.steps}: same bits"
+
+
+def full_disk(soak: Soak) -> str:
+    output = soak.half_way("full")
+    before = sorted(path.name for path in output.glob("checkpoints/step_*"))
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # the system refuses to write on
+
+    soak.refused(output, "could not write checkpoint .*free some disk space", *RESUME, prepare=fill)
+    assert sorted(path.name for path in output.glob("checkpoints/step_*")) == before
+    soak.finish(output, *RESUME)
+    soak.equal(output)
+    return "refused, earlier checkpoints stay; resumed: same bits"
+
+
+def read_only(soak: Soak) -> str:
+    output = soak.half_way("locked")
+    for path in (output, *output.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    soak.directory.chmod(0o755)
+
+    def drop_rights() -> None:
+        if os.getuid() == 0:  # who may write anywhere
+            os.setuid(65534)
+
+    soak.refused(output, "cannot be written.*choose another --output_dir", *RESUME, prepare=drop_rights)
+    for path in (output, *output.rglob("*")):
+        path.chmod(0o755)
+    soak.finish(output, *RESUME)
+    soak.equal(output)
+    return "refused; resumed where it may write: same bits"
+
+
+def torn(soak: Soak) -> str:
+    output = soak.half_way("torn")
+    root = output / "checkpoints"
+    newest = root / f"step_{steps(output):08d}"
+    (root / "aside").mkdir(exist_ok=True)
+    (before,) = (path for path in root.glob("step_*") if path != newest)
+    count = 0
+    for file in sorted(path for path in newest.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        for kind, tear in TORN.items():
+            spoilt = tear(content)
+            if spoilt is None:
+                file.unlink()
+            else:
+                file.write_bytes(spoilt)
+            found = latest_checkpoint(root, report=lambda text: None)
+            assert found == before, f"{file.name}, {kind}: {found} is taken for whole"
+            count += 1
+        file.write_bytes(content)
+    assert latest_checkpoint(root) == newest
+    (newest / "optimizer.bin").write_bytes(b"")
+    soak.finish(output, *RESUME)
+    assert f"passed over: {newest}" in soak.said(output)
+    soak.equal(output)
+    return f"{count} torn files passed over; resumed from the one before: same bits"
+
+
+def two_runs(soak: Soak) -> str:
+    output = soak.half_way("shared")
+    first, begun = soak.start(output, *RESUME), steps(output)
+    while steps(output) < begun + 2:
+        assert first.is_alive()
+        time.sleep(0.01)
+    alias = soak.directory / "alias"
+    alias.symlink_to(output)  # the same directory by another name
+    soak.refused(alias, f"is in use by process {first.pid} .*choose another --output_dir", *RESUME)
+    first.join()
+    assert first.exitcode == 0
+    soak.equal(output)
+    return "the second is refused, the first ends with the same bits"
+
+
+def fresh_run(soak: Soak) -> str:
+    output = soak.half_way("used")
+    files = {path.name: path.read_bytes() for path in output.glob(f"checkpoints/step_{steps(output):08d}/*")}
+    soak.refused(output, "holds the checkpoints of a run .*--overwrite_output_dir")
+    soak.finish(output, "--overwrite_output_dir")
+    soak.equal(output)
+    aside = sorted((output / "checkpoints.old-1").glob("step_*"))[-1]
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == files
+    return "refused; with --overwrite_output_dir the old one is set aside: same bits"
+
+
+def without_drop_path(soak: Soak) -> Soak:
+    """A short run, killed in the middle: parts of a batch draw other random numbers than the whole."""
+    directory = soak.directory / "plain"
+    if directory.exists():
+        shutil.rmtree(directory)
+    plain = Soak(directory, 0, 0, drop_path="0")
+    process = plain.start(directory / "middle")
+    while steps(directory / "middle") < 10:
+        assert process.is_alive()
+        time.sleep(0.01)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    return plain
+
+
+def accumulation(soak: Soak) -> str:
+    soak = without_drop_path(soak)
+    output = soak.half_way("accumulated")
+    soak.finish(output, *RESUME, "--gradient_accumulation_steps", "2")
+    difference = soak.difference(output)
+    assert difference < ROUNDING, f"weights differ by {difference:.1e} of their norm"
+    return f"goes on; weights differ by {difference:.1e} (no drop path)"
+
+
+def processes(soak: Soak) -> str:
+    soak = without_drop_path(soak)
+    output = soak.half_way("distributed")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+               "swin/train.py", *soak.flags, *RESUME, "--output_dir", str(output)]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "1 processes wrote" in done.stdout
+    difference = soak.difference(output)
+    assert difference < ROUNDING, f"weights differ by {difference:.1e} of their norm"
+    return f"goes on, and says that random numbers differ; weights differ by {difference:.1e} (no drop path)"
+
+
+DISTURBANCES = {"a full disk": full_disk, "a read-only directory": read_only, "torn checkpoints": torn,
+                "two runs in one directory": two_runs, "a fresh run over an old one": fresh_run,
+                "another accumulation": accumulation, "two processes": processes}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50, help="SIGKILLs at random moments (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of these moments (%(default)s)")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    rows, failed = [], False
+    total = args.kills + len(DISTURBANCES) + 1
+    with tempfile.TemporaryDirectory() as directory, tqdm(total=total, unit="disturbance") as bar:
+        soak = Soak(Path(directory), args.kills, args.seed)
+        bar.update()
+        for name, disturb in {"kills": killed, **DISTURBANCES}.items():
+            try:
+                outcome = disturb(soak, bar) if disturb is killed else disturb(soak)  # type: ignore[operator]
+            except AssertionError as error:
+                outcome, failed = f"FAILED: {error}", True
+            rows.append({"disturbance": name, "outcome": outcome})
+            bar.update(name != "kills")
+            bar.write(f"{name}: {outcome}")
+    print(format_table(rows))
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()
