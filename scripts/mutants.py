@@ -27,7 +27,6 @@ from pathlib import Path
 import pytest
 from tqdm.auto import tqdm
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before any import: no test may depend on a network
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("accelerate", "huggingface_hub", "matplotlib.figure", "pyarrow.parquet", "sklearn.datasets", "timm",
              "torchvision", "transformers")  # fmt: skip
@@ -75,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     mutants = chosen(load(), args.only, args.touched)
     outcomes = dict.fromkeys(mutants, "not run")
     if not args.list and mutants:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # before any import: no test may depend on a network
         for library in LIBRARIES:  # once, for all that are forked: most of a short test is imports
             __import__(library)
         with tempfile.TemporaryDirectory() as directory:
