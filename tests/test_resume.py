@@ -8,14 +8,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
+from common.data.splits import Arrays, EpochSampler
 from common.training.checkpoints import latest_checkpoint, read_checkpoint, write_manifest
 from common.training.directory import acquire, release
+from common.training.engine import _batches
 
 Train = Callable[..., dict[str, Any]]
 EVERY_STEP = ("--checkpointing_steps", "1", "--checkpoints_total_limit", "9")
@@ -131,6 +136,25 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path, train_digits: Trai
         source = tmp_path / f"whole/checkpoints/step_{step:08d}"
         train_digits(tmp_path / str(step), *flags, "--resume_from_checkpoint", str(source))
         assert same(tmp_path / "whole", tmp_path / str(step)), step
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_several_processes_go_on_in_the_order_of_the_epoch(processes: int) -> None:
+    """What was left of the epoch would be that of the first one: images seen twice, others never."""
+    accelerator: Any = SimpleNamespace(skip_first_batches=skip_first_batches)
+    data = Arrays(torch.zeros(24, 3, 4, 4, dtype=torch.uint8), torch.zeros(24, dtype=torch.long), ("a",))
+    orders = []
+    for process in range(processes):
+
+        def batches(epoch: int, done: int, process: int = process) -> list[list[int]]:
+            loader = DataLoader(data, batch_size=4 // processes, sampler=EpochSampler(24, seed=1, batch_size=4))
+            prepared = prepare_data_loader(loader, num_processes=processes, process_index=process)
+            return [batch.tolist() for batch in _batches(prepared, epoch, done, 6, accelerator)]
+
+        assert batches(3, 2) == batches(3, 0)[2:]
+        assert batches(3, 2) != batches(0, 2)
+        orders += batches(3, 0)
+    assert sorted(index for batch in orders for index in batch) == list(range(24))
 
 
 # another accumulation

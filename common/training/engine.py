@@ -237,9 +237,8 @@ def _loader(job: Task, recipe: BaseRecipe, options: RunOptions, accelerator: Acc
 def _batches(loader: Any, epoch: int, done: int, count: int, accelerator: Accelerator) -> Iterator[Any]:
     """What is left of an epoch of ``count`` batches."""
     if not isinstance(loader.dataset, Stream):
-        batches = accelerator.skip_first_batches(loader, done) if done else loader
-        batches.set_epoch(epoch)
-        yield from batches
+        loader.set_epoch(epoch)  # first: what skips batches does not find the sampler of several processes
+        yield from accelerator.skip_first_batches(loader, done) if done else loader
         return
     # a stream: the shards of processes differ in length, so a short one begins anew
     loader.dataset.set_epoch(epoch)
