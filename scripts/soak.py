@@ -56,7 +56,7 @@ class Soak:
 
     def __init__(self, directory: Path, kills: int, seed: int, drop_path: str = "0.1") -> None:
         self.directory, self.kills, self.rng = directory, kills, random.Random(seed)
-        self.steps = 40 + 12 * kills  # more than a run is let go between two kills
+        self.steps = 40 + 8 * kills  # more than a run is let go between two kills
         directory.mkdir(exist_ok=True)
         load_data("digits")  # imports what every run needs, once for all
         self.flags = ["--model", "swin_micro", "--limit", "64", "--batch_size", "16", "--steps", str(self.steps),
