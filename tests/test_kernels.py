@@ -117,8 +117,8 @@ def test_compilers_see_one_graph(name: str, expected: dict[str, int]) -> None:
 
 
 @pytest.mark.usefixtures("pretended_gpu")
-def test_a_card_with_less_memory_gets_fewer_kernels() -> None:
-    """Else no adaptive model runs on it at all."""
+def test_a_card_with_less_memory_gets_the_same_kernels() -> None:
+    """With smaller tiles; without them no adaptive model would run on it at all."""
     found: Counter[str] = Counter()
 
     def see(graph: GraphModule, inputs: list[Tensor]) -> Any:
@@ -126,11 +126,9 @@ def test_a_card_with_less_memory_gets_fewer_kernels() -> None:
         found.update(target.split(".")[1] for target in called if target.startswith("shift_vits."))
         return lambda *args: (torch.zeros(128, 1000),)
 
-    expected = {**IMAGE, **WINDOWS, "best_phase": 3, "add_norm": 12, "canonical_place": 0, "token_choice": 1,
-                "token_energies": 1, "merged_product": 1}  # fmt: skip
     with assumed(Card("RTX 4090", 89, 101_376)):
         trace("a_swin_tiny", see, 128)
-    assert {name: found[name] for name in expected} == expected
+    assert found == {**IMAGE, **WINDOWS, "best_phase": 2, "add_norm": 12}
 
 
 @pytest.mark.slow
