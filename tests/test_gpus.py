@@ -336,7 +336,7 @@ HEAVY = "_choose", "_merged_product", "_token_scores"
 @pytest.mark.parametrize(("name", "card", "training", "compiled"), [
     ("a_swin_tiny", "RTX 40", False, False),
     pytest.param("a_cvt_13", "T4", False, False, marks=pytest.mark.slow),
-    pytest.param("a_mvitv2_tiny", "RTX 50", False, False, marks=pytest.mark.slow),
+    pytest.param("a_swin_tiny", "RTX 50", False, False, marks=pytest.mark.slow),
     pytest.param("a_swin_tiny", "RTX 30", True, True, marks=pytest.mark.slow),
     pytest.param("a_swinv2_tiny", "A100", False, False, marks=pytest.mark.slow),
 ])  # fmt: skip

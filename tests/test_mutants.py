@@ -14,7 +14,7 @@ SCRIPT = ROOT / "scripts" / "mutants.py"
 THREE = """
 import pathlib, runpy, sys, tempfile
 script = runpy.run_path(sys.argv[1])
-old = "from .seeding import hashed_uniform"
+old = "from .seeding import constants, hashed_uniform"
 news = {"up": old + "; from .training import engine", "equal": old + "  # the same", "gone": ""}
 mutants = [script["Mutant"]("x", name, "common/shifts.py", old if new else "no such text", new, ("test_house.py",))
            for name, new in news.items()]
