@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-all lint clean
+.PHONY: demo test test-slow test-all reliability lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python scripts/demo.py
@@ -16,6 +16,12 @@ test-slow: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=15 -m slow
 
 test-all: test test-slow
+
+# see docs/reliability.md: code, files and runs broken on purpose; about half an hour
+reliability: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutants.py --jobs 2
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
