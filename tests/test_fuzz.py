@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT
 from spoilt import KINDS
 
-COUNTS = dict.fromkeys(KINDS, 30) | {"config": 60, "weights": 40}
+COUNTS = dict.fromkeys(KINDS, 30) | {"config": 60, "weights": 40, "checkpoint": 60}  # 370 in all
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited through /proc")
