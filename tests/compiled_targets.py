@@ -5,6 +5,7 @@ docs/gpus.md is made by ``python tests/compiled_targets.py --json results/target
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -100,13 +101,31 @@ def row(name: str, card: Card, training: bool, compiled: bool) -> dict[str, Any]
             "broken": sorted(set(broken))}  # fmt: skip
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For each card and model, in inference / training: kernels, of these with small tiles, and operations in another
+    form since their kernels do not fit."""
+
+    def cell(card: str, name: str) -> str:
+        found = {row["mode"]: f"{row['kernels']}, {len(row['small tiles'])}, {len(row['other forms'])}"
+                 + (", BROKEN" if row["broken"] else "")
+                 for row in rows if (row["card"], row["model"], row["compiled"]) == (card, name, False)}  # fmt: skip
+        return " / ".join(found.get(mode, "not run") for mode in ("inference", "training")) if found else "not run"
+
+    return format_table([{"card": f"{card} (sm_{known.capability})", **{name: cell(card, name) for name in MODELS}}
+                         for card, known in CARDS.items()])  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--cards", nargs="+", default=list(CARDS), choices=CARDS)
     parser.add_argument("--eager", action="store_true", help="leave out graphs, which take longer to trace")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, metavar="JSON", help="only print the table of a JSON written before")
     args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.table.read_text())["rows"]))
+        return
     import triton
 
     cells = [(name, CARDS[card], training, compiled) for card in args.cards for name in args.models
@@ -118,8 +137,7 @@ def main() -> None:
             write_json(
                 args.json, {"torch": torch.__version__, "triton": triton.__version__, "batch": 128, "rows": rows}
             )
-    print(format_table([{key: ", ".join(value) if isinstance(value, list) else value for key, value in row.items()}
-                        for row in rows]))  # fmt: skip
+    print(table(rows))
     if any(row["broken"] for row in rows):
         raise SystemExit("a kernel that fits by our count does not run there")
 
