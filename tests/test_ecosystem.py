@@ -181,3 +181,10 @@ def test_several_models_at_once(name: str) -> None:
     found = vmap(call)(weights, buffers)
     for one, model in zip(found, models, strict=True):
         assert torch.allclose(one, model(x), atol=1e-5, rtol=1e-4)
+
+
+def test_a_copy_of_a_model_keeps_its_preprocessing(tmp_path: Path) -> None:
+    """Else the copy is evaluated with ImageNet's mean and deviation, and is wrong without a word."""
+    source = ROOT / "swin" / "checkpoints" / "a_swin_micro"
+    from_pretrained(source).save_pretrained(tmp_path)
+    assert Preprocess.load(tmp_path / PREPROCESSOR_NAME) == Preprocess.load(source / PREPROCESSOR_NAME)

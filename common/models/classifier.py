@@ -1,9 +1,11 @@
 """What the four architectures share: input checks, the canonical anchor, and timm's way of calling a classifier."""
 
+import json
 import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -115,6 +117,7 @@ class Classifier(HubModel):
         self.grad_checkpointing = False
         self.frozen: tuple[nn.Module, ...] = ()
         self.timm_settings: dict[str, Any] | None = None
+        self.stored_input: dict[str, Any] | None = None
         self.feature_info: list[dict[str, Any]] = []
         self.canonicalize = Canonical()
         self.check_size(self.img_size)
@@ -241,8 +244,17 @@ class Classifier(HubModel):
         model.set_input(**stored | ({"size": model.img_size, "resize": None} if "img_size" in kwargs else {}))
         return model
 
+    def save_pretrained(self, save_directory: str | os.PathLike[str],
+                        state_dict: dict[str, Tensor] | None = None) -> Path:  # fmt: skip
+        """As ``HubModel.save_pretrained``, with the preprocessor file where the model came with one."""
+        directory = super().save_pretrained(save_directory, state_dict)
+        if self.stored_input is not None:
+            (directory / PREPROCESSOR_NAME).write_text(json.dumps(self.stored_input, indent=2) + "\n")
+        return directory
+
     def set_input(self, *, size: tuple[int, int], resize: int | None = None, **normalisation: Any) -> None:
-        """Tell timm how the model's images are prepared: as a preprocessor file says."""
+        """Tell timm, and files to come, how the model's images are prepared: as a preprocessor file says."""
+        self.stored_input = {"size": size, "resize": resize, **normalisation}
         crop = {"crop_pct": size[0] / (resize or size[0]), "crop_mode": "squash"}
         size_of_input = {"input_size": (self.in_chans, *size)}
         self.pretrained_cfg = {**self.default_cfg, **normalisation, **crop, **size_of_input}
