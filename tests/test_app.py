@@ -367,6 +367,7 @@ def labels(page: Any) -> list[str]:
     return [card.get_attribute("data-label") for card in page.locator(".card").all()]
 
 
+@pytest.mark.slow
 def test_a_person_can_use_the_page(address: str, tmp_path: Path, sides: Any, examples: list[Tensor]) -> None:
     """Else there is no page. One test, for a server takes long to start."""
     with browsing(address, tmp_path) as (page, wrong):

@@ -42,8 +42,9 @@ def command(*words: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize(("words", "message"), [
     (["swin/evaluate.py", "--model", "nowhere/at/all"], "evaluate.py: no directory nowhere/at/all"),
-    (["swin/evaluate.py", "--model", SWIN, "--metrics", "top2"], "evaluate.py: unknown metric 'top2': choose among"),
-    (["scripts/predict.py", "--model", "owner/name", "IMAGE"], "predict.py: "),
+    pytest.param(["swin/evaluate.py", "--model", SWIN, "--metrics", "top2"],
+                 "evaluate.py: unknown metric 'top2': choose among", marks=pytest.mark.slow),
+    pytest.param(["scripts/predict.py", "--model", "owner/name", "IMAGE"], "predict.py: ", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_an_error_of_ours_is_one_line(words: list[str], message: str, tmp_path: Path) -> None:
     Image.new("RGB", (32, 32)).save(tmp_path / "image.png")

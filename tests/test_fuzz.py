@@ -15,10 +15,13 @@ from conftest import ROOT
 from spoilt import KINDS
 
 COUNTS = dict.fromkeys(KINDS, 30) | {"config": 60, "weights": 40, "checkpoint": 60}  # 370 in all
+SLOW = "checkpoint", "JPEG", "WEBP", "GIF", "TIFF"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited through /proc")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in KINDS
+])  # fmt: skip
 def test_spoilt_files_work_or_are_refused(kind: str, tmp_path: Path) -> None:
     script: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "fuzz.py"))
     outcomes = list(script["run_kind"](kind, range(COUNTS[kind]), tmp_path / "case", 60, 2**30))

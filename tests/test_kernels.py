@@ -100,8 +100,9 @@ def trace(name: str, backend: Callable[..., Any], batch: int, learning: bool = F
     pytest.param("a_cvt_13", {**IMAGE, "best_phase": 3, "token_scores": 2, "token_choice": 3, "depthwise_norm": 26,
                   "gelu": 13, "add_norm": 17, "depthwise_taps": 3, "convolution_taps": 2, "convolved": 2,
                   "normed_taps": 13}, marks=pytest.mark.slow),
-    ("a_mvitv2_tiny", {**IMAGE, "best_phase": 3, "token_scores": 2, "token_choice": 3, "pooled": 30,
-                       "positioned": 10, "pooled_maximum": 3, "gelu": 10, "add_norm": 10, "pooled_taps": 1}),
+    pytest.param("a_mvitv2_tiny", {**IMAGE, "best_phase": 3, "token_scores": 2, "token_choice": 3, "pooled": 30,
+                  "positioned": 10, "pooled_maximum": 3, "gelu": 10, "add_norm": 10, "pooled_taps": 1},
+                 marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_compilers_see_one_graph(name: str, expected: dict[str, int]) -> None:
     """What decides between kernels breaks no graph, and a batch for a GPU in half precision gets these."""

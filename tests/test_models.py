@@ -76,7 +76,7 @@ def test_every_parameter_gets_a_gradient(name: str, checkpointing: bool) -> None
 
 
 @pytest.mark.parametrize("name", ADAPTIVE_MICRO)
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_adaptive_micro_is_equivariant_by_itself(name: str, training: bool) -> None:
     """float64, canonical anchor off: the paper's modules alone make the logits and every stage exact."""
     model = build(name, canonical=False).double().train(training)

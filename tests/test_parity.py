@@ -50,7 +50,8 @@ def assert_equal_outputs(ours: nn.Module, theirs: Callable[[Tensor], tuple[Tenso
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
-    *((name, torch.float64) for name in TIMM), *((name, torch.float32) for name in TIMM if "tiny" in name)
+    *(pytest.param(name, torch.float64, marks=() if "tiny" in name else pytest.mark.slow) for name in TIMM),
+    *((name, torch.float32) for name in TIMM if "tiny" in name)
 ], ids=str)  # fmt: skip
 def test_equals_timm(name: str, dtype: torch.dtype) -> None:
     reference_name, convert = TIMM[name]

@@ -21,6 +21,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launches(monkeypatch, "rolling")
 
 
+@pytest.mark.slow
 def test_either_may_be_imported_first() -> None:
     """Rolls use kernels, and the torch form of a kernel uses shifts: no order of imports may break on that."""
     code = """

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 from PIL import Image
 
@@ -29,6 +30,7 @@ assert torch.equal(theirs(y), theirs(y.roll((5, 1), (2, 3))))
 """
 
 
+@pytest.mark.slow
 def test_the_wheel_loads_predicts_adapts_and_exports(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy: building leaves files behind
     for package in ("common", "swin", "swinv2", "cvt", "mvitv2", "segmentation", "shiftvit", "scripts"):
