@@ -58,6 +58,8 @@ def test_commands_are_right(command: str, call: Callable[..., None], capsys: pyt
         parse_command_line(recipes, "digits", words[words.index(script) + 1 :])
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+    elif words[0] == "source":
+        assert words[1] == ".venv/bin/activate"  # which the Makefile makes
     else:
         assert words[0] in ("python", "pip"), f"what is {words[0]}?"
         if words[1].endswith(".py"):
