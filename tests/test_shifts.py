@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.models.upsample import unpool, upsample
-from common.seeding import hashed_uniform
+from common.seeding import derive_seed, hashed_uniform
 from common.shifts import circular_pad, circular_shift, random_shifts, roll, shift_and_crop, standard_shift
 
 OFFSETS = torch.tensor([[1, 2], [-3, 50], [0, 0], [63, -1]])
@@ -73,6 +73,12 @@ def test_random_shifts_belong_to_the_image_not_to_the_batch() -> None:
     assert whole[:, 0].max() <= 31
     assert set(whole[:, 1].tolist()) == set(range(-3, 4))
     assert not torch.equal(whole, random_shifts(torch.arange(100), (0, -3), (31, 3), 6))
+
+
+@pytest.mark.parametrize("seeds", [(), (0,), (1, 2, 3), (5, 0, 49_999), (2**31 - 1, 7)])
+def test_a_derived_seed_is_hashed_as_tensors_are(seeds: tuple[int, ...]) -> None:
+    uniform = hashed_uniform(torch.zeros(1, dtype=torch.long), 1, *seeds)
+    assert derive_seed(*seeds) == int(uniform.item() * 2**31)
 
 
 def test_hashed_uniform_is_uniform_and_uncorrelated() -> None:
