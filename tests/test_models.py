@@ -146,7 +146,9 @@ def test_logits_are_bit_identical(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADAPTIVE_FULL)
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("autocast", [
+    pytest.param(False, id="float32"), pytest.param(True, id="bf16", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_photographs_keep_their_logits_to_the_bit(name: str, autocast: bool, photos: Tensor) -> None:
     model = build(name).eval()
     x = photos if model.img_size == (224, 224) else torch.nn.functional.interpolate(photos, model.img_size)
