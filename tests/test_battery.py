@@ -133,3 +133,20 @@ def test_a_run_lands_in_the_row_of_its_recipe_and_arguments() -> None:
     del old["settings"]["mixup"]  # of a run before there was such a setting
     assert not landed(old)
     assert results["mean"]([90.0, 92.0]) == "91.00 ± 1.41"
+
+
+def test_a_row_takes_its_longest_runs_and_says_how_long_they_were() -> None:
+    results = runpy.run_path(str(ROOT / "scripts" / "results.py"))
+    rows = dict(results["rows_of"]("cifar10")[::-1])
+    recipe = rows["cifar10_default"]
+
+    def run(epochs: int, of: int, top1: float) -> dict[str, Any]:
+        settings = {**json.loads(json.dumps(recipe.settings())), "epochs": of}
+        return {"recipe": "cifar10_default", "epochs": epochs, "top1": top1, "settings": settings}
+
+    runs = [run(15, 15, 70.0), run(80, 80, 86.0), run(80, 80, 88.0)]
+    found = results["longest"](runs, "cifar10_default", recipe)
+    row = results["paper_row"]("cifar10_default", recipe, found)
+    assert (row["top1 ours"], row["epochs"], row["seeds"]) == ("87.00 ± 1.41", "80", 2)
+    assert results["length"](run(20, 30, 0.0)) == "20 of 30"
+    assert not results["longest"]([], "cifar10_default", recipe)

@@ -80,7 +80,12 @@ def _runs(kind: str, index: int | None, bf16: bool) -> bool:
 
 def tuned(x: Tensor) -> bool:
     """Whether kernels were tuned and run on a card like that where x lies."""
-    return card_of(x.device).memory >= TUNED
+    return _tuned(x.device.type, x.device.index)
+
+
+@torch.compiler.assume_constant_result
+def _tuned(kind: str, index: int | None) -> bool:
+    return _card(kind, index).memory >= TUNED
 
 
 def holds(x: Tensor, kernel: str, held: int, staged: int = 0, stages: int = 1) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..anchors import Anchor, Canonical, NoAnchor
 from ..grid import Grid
+from ..ops.dispatch import rehearse
 from ..ops.embed import embedded
 from ..ops.recompute import recompute
 from .hub import OURS, PREPROCESSOR_NAME, HubModel, StoredInput, read_fields, resolve_file
@@ -136,6 +137,7 @@ class Classifier(HubModel):
         of the convolution that makes tokens. Nothing is moved yet: one read does both."""
         check_images(x, self.in_chans)
         self.check_size((x.shape[2], x.shape[3]))
+        rehearse(self, x)
         offset = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device)
         grid = Grid(x.permute(0, 2, 3, 1), offset, 1)
         if self.adaptive and self.canonical:

@@ -2,7 +2,8 @@
 
 A kernel may fail to compile or to launch on a card that nobody has tried. Outside of graphs, its operation is then
 computed by the reference, for good in this process, and a warning says so once. Graphs that are traced later have the
-reference, too; graphs that are compiled already are left as they are.
+reference, too; graphs that are compiled already are left as they are. So on such a card a model is rehearsed before it
+is traced (``rehearse``).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..kernels import base, cards
 from ..kernels.base import KernelError, product_dtype, report, usable
 
-__all__ = ["failed", "gradients", "guarded", "op", "product_dtype", "reference", "watched"]
+__all__ = ["failed", "gradients", "guarded", "op", "product_dtype", "reference", "rehearse", "watched"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,6 +26,8 @@ Watcher = Callable[[str, Callable[..., Any] | None, Callable[..., Any], tuple[An
 _FAILED: set[str] = set()  # operations that run as their references
 _REHEARSED: set[tuple[Any, ...]] = set()  # operations and shapes whose backward has run
 _WATCHER: Watcher | None = None
+_REHEARSING = False
+FEW, MANY = 1, 16  # images of a rehearsal: kernels have tiles of their own for a few
 
 
 def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -41,9 +44,9 @@ def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable
         @wraps(plain)
         def operation(*args: Any, **kwargs: Any) -> T:
             if not (usable(args[0]) and fits(*args, **kwargs) and _works(name)):
-                watch = None if torch.compiler.is_compiling() or not base.ENABLED else _WATCHER
+                watch = None if _traced() or not base.ENABLED else _WATCHER
                 return plain(*args, **kwargs) if watch is None else watch(name, None, plain, args, kwargs)
-            if torch.compiler.is_compiling():
+            if _traced():
                 return kernel(*args, **kwargs)
             return _attempt(name, kernel, plain, args, kwargs)
 
@@ -61,7 +64,7 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: Any, **kwargs: Any) -> T:
         if not _works(name):
             return plain(*args, **kwargs)
-        if torch.compiler.is_compiling() or not base.ENABLED:
+        if _traced() or not base.ENABLED:
             return function(*args, **kwargs)
         return _attempt(name, function, plain, args, kwargs)
 
@@ -75,6 +78,16 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
 @torch.compiler.assume_constant_result  # what has failed stays so: graphs need not check it
 def _works(name: str) -> bool:
     return name not in _FAILED
+
+
+def _traced() -> bool:
+    """Whether a graph is recorded here, and not a rehearsal of it."""
+    return torch.compiler.is_compiling() and not _rehearsing()
+
+
+@torch.compiler.assume_constant_result
+def _rehearsing() -> bool:
+    return _REHEARSING
 
 
 def failed() -> set[str]:
@@ -107,6 +120,34 @@ def _rehearse(name: str, kernel: Callable[..., Any], args: tuple[Any, ...], kwar
     if key not in _REHEARSED:
         _REHEARSED.add(key)
         gradients(kernel, args, kwargs)
+
+
+def rehearse(model: Any, x: Tensor) -> None:
+    """Where a graph is traced for a card that nobody has tuned on: run a model like it outside of the graph first, so
+    that kernels which fail there do not get into the graph, where nothing could replace them."""
+    if _traced() and usable(x) and not cards.tuned(x):
+        _run_like(type(model), model.config, x.dtype, x.device, torch.is_grad_enabled())
+
+
+@torch.compiler.assume_constant_result
+def _run_like(build: Callable[..., Any], config: dict[str, Any], dtype: torch.dtype, device: torch.device,
+              training: bool) -> bool:  # fmt: skip
+    global _REHEARSING
+    key = build, repr(config), dtype, device, training, torch.is_autocast_enabled(device.type)
+    if key in _REHEARSED or base.RECORD is not None:
+        return False
+    _REHEARSED.add(key)
+    before, _REHEARSING = _REHEARSING, True
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+            model = build(**config).to(dtype).train(training)
+            for count in (MANY,) if training else (FEW, MANY):
+                model(torch.zeros(count, config["in_chans"], *model.img_size, dtype=dtype))
+    except torch.OutOfMemoryError:
+        pass  # whether kernels run is then not known, as without a rehearsal
+    finally:
+        _REHEARSING = before
+    return True
 
 
 def gradients(function: Callable[..., Any], args: tuple[Any, ...],

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from .dispatch import op, product_dtype
+from .dispatch import guarded, op, product_dtype
 from .roll import roll
 from .weights import is_plain
 
@@ -27,6 +27,7 @@ def add_norm(x: Tensor, update: Tensor, norm: nn.LayerNorm, origin: Tensor | Non
     return x, norm(x)
 
 
+@guarded
 def norm_ahead(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
     """The norm of x by a kernel, if it fits, else None: for the first of several blocks, where a compiler would fuse it
     with all that comes before, and take longer."""
