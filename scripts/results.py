@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"swin": swin.RECIPES, "swinv2": swinv2.RECIPES, "cvt": cvt.RECIPES, "mvitv2": mvitv2.RECIPES}
 TABLES = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet": "imagenet"}
 """By title: how the names of a table's recipes begin."""
+ABLATION = ("cifar10_modules", "cifar10_no_token", "cifar10_no_window", "cifar10_no_merge")
 SCENES = {name: recipe for name, recipe in segmentation.RECIPES.items() if recipe.target}
 DIGITS = ("model", "top1", "c_cons", "s_cons", "epochs", "parameters", "train_seconds")
 
@@ -41,16 +42,20 @@ def render(folder: Path) -> str:
     scenes = [json.loads(path.read_text()) for path in sorted(folder.glob("segmentation_*.json"))]
     digits = [json.loads(path.read_text()) for path in sorted(folder.glob("*_digits*.json"))
               if not path.name.startswith("segmentation_")]  # fmt: skip
-    every = [row for prefix in TABLES.values() for row in rows_of(prefix)]
+    in_rows = [run for prefix in TABLES.values() for row in rows_of(prefix) for run in longest(runs, *row)]
     exact = [row for path in sorted(folder.glob("exactness_*.json")) for row in json.loads(path.read_text())]
     return "\n".join([
         "# Results", "",
         "Made by `python scripts/results.py` from the JSON of runs in `results/`. Percent; what was not run says so.",
         *(line for title, prefix in TABLES.items() for line in classification(title, prefix, runs)),
+        "", "## Ablation", "",
+        "The paper's modules on Swin-T, CIFAR-10, 30 epochs, canonical anchor off: top-1 and C-Cons by epoch. Two runs",
+        "ended before their last measurement. Without a module C-Cons falls, in the paper's order.", "",
+        format_table([ablation_row(name, swin.RECIPES[name], folder) for name in ABLATION]),
         "", "## Other runs", "",
-        "On CIFAR-10 with other settings than a row has (see `docs/scores.md`), or with code that has changed since.",
+        "On CIFAR-10 with other settings than a row has (see `docs/scores.md`), shorter, or of code that has changed.",
         "",
-        format_table([other_row(run) for run in runs if not any(matches(run, *row) for row in every)]),
+        format_table([other_row(run) for run in runs if run not in in_rows]),
         "", "## Digits", "",
         "Micro models, 360 held-out digits, trained on one CPU thread.",
         "",
@@ -72,9 +77,9 @@ def render(folder: Path) -> str:
 
 CIFAR = [
     "The paper has five seeds of 100 epochs. Ours are as many seeds and epochs as the columns say, on CIFAR-10 stored",
-    "as JPEG, at the paper's batch of 96. C-Cons with the canonical anchor on / off, or on alone. `cifar10` has the",
-    "paper's score (`energy`, all channels), `cifar10_ours` our default (`docs/scores.md`). `cifar10_canonical` has",
-    "the canonical anchor and none of the paper's modules.", "",
+    "as JPEG, at the paper's batch of 96. C-Cons with the canonical anchor on / off, or on alone; `cifar10_modules`",
+    "and `cifar10_no_*` have it off. `cifar10` has the paper's score (`energy`, all channels), `cifar10_ours` our",
+    "default (`docs/scores.md`). `cifar10_canonical` has the canonical anchor and none of the paper's modules.", "",
 ]  # fmt: skip
 LENGTH = {"data", "epochs", "warmup_epochs", "seed", "metrics"}
 """Settings in which a run may differ from its row: how long, and with which random numbers."""
@@ -94,9 +99,14 @@ def matches(run: dict[str, Any], name: str, recipe: BaseRecipe) -> bool:
     return run["recipe"] == name and all(same)
 
 
+def longest(runs: list[dict[str, Any]], name: str, recipe: BaseRecipe) -> list[dict[str, Any]]:
+    """The runs of a row; of several lengths the longest, as a mean over lengths would say nothing."""
+    found = [run for run in runs if matches(run, name, recipe)]
+    return [run for run in found if run["epochs"] == max(other["epochs"] for other in found)]
+
+
 def classification(title: str, prefix: str, runs: list[dict[str, Any]]) -> list[str]:
-    table = [paper_row(name, recipe, [run for run in runs if matches(run, name, recipe)])
-             for name, recipe in rows_of(prefix)]  # fmt: skip
+    table = [paper_row(name, recipe, longest(runs, name, recipe)) for name, recipe in rows_of(prefix)]
     return ["", f"## {title}", "", *(CIFAR if prefix == "cifar10" else []), format_table(table)]
 
 
@@ -107,7 +117,22 @@ def paper_row(name: str, recipe: BaseRecipe, runs: list[dict[str, Any]]) -> dict
         ours = mean([run[metric] for run in runs if metric in run])
         row |= {f"{metric} paper": recipe.target.get(metric, "-"),
                 f"{metric} ours": f"{ours} / {mean(off)}" if off else ours}  # fmt: skip
-    return row | {"epochs": runs[0]["epochs"] if runs else None, "seeds": len(runs) or None}
+    return row | {"epochs": length(runs[0]) if runs else None, "seeds": len(runs) or None}
+
+
+def ablation_row(name: str, recipe: BaseRecipe, folder: Path) -> dict[str, Any]:
+    """What the log of a run measured, epoch by epoch, and the paper after 100."""
+    log = folder / f"swin_cifar10_30ep_{name.removeprefix('cifar10_')}.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    found = {line["epoch"]: f"{line['top1']:.2f}, {line['c_cons']:.2f}" for line in lines if "top1" in line}
+    paper = f"{recipe.target['top1']:.2f}, {recipe.target['c_cons']:.2f}"
+    return {"row": name, "10": found.get(10), "20": found.get(20), "30": found.get(30), "paper, 100": paper}
+
+
+def length(run: dict[str, Any]) -> str:
+    """Epochs of a run, of those that its schedule has, where it was measured before its end."""
+    whole = run["settings"]["epochs"]
+    return str(whole) if run["epochs"] == whole else f"{run['epochs']} of {whole}"
 
 
 def mean(values: list[float]) -> str | None:
@@ -124,6 +149,7 @@ def other_row(run: dict[str, Any]) -> dict[str, Any]:
     measured = {key: run.get(key) for key in ("top1", "c_cons", "s_cons")}
     return {"model": run["model"], "arguments": arguments, **measured,
             "epochs": run["epochs"], "batch": settings["batch_size"],
+            "lr": f"{settings['lr'] * settings['batch_size'] / settings['lr_batch']:.2g}",
             "mixup": settings.get("mixup", 0.0), "commit": run.get("commit", "-"),
             "note": run.get("note", "-")}  # fmt: skip
 
