@@ -11,7 +11,7 @@ of equivariant blocks, so a stage anchors once. On a torus there is no edge: shi
 from typing import Any
 
 import torch
-from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_
+from timm.layers import BlurPool2d, ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, trunc_normal_
 from torch import Tensor, nn
 
 from common.anchors import NoAnchor
@@ -75,16 +75,39 @@ class SwinBlock(nn.Module):
         return x + self.drop_path(self.mlp(normed))
 
 
+class Blur(BlurPool2d):
+    """timm's blur before a strided layer, as anti-aliased networks have it (Zhang, ICML 2019): a peer of anchors."""
+
+    def __init__(self) -> None:
+        super().__init__(stride=1)
+
+    def forward(self, grid: Grid) -> Grid:  # type: ignore[override]
+        return grid._replace(tokens=super().forward(grid.tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+class BlurredEmbed(PatchEmbed):
+    """Patches of a blurred image."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.blur = Blur()
+
+    def forward(self, grid: Grid, next_anchor: NoAnchor) -> Grid:
+        return super().forward(self.blur(grid), next_anchor)
+
+
 class PatchMerging(nn.Module):
     """Concatenate 2 x 2 tokens, normalise, project (eq. patch_merge01): (B, H, W, C) -> (B, H/2, W/2, D)."""
 
-    def __init__(self, *, dim: int, out_dim: int) -> None:
+    def __init__(self, *, dim: int, out_dim: int, antialias: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(4 * dim)
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False)
+        self.blur = Blur() if antialias else None
 
     def forward(self, grid: Grid, anchor: NoAnchor, next_anchor: NoAnchor) -> Grid:
         """``next_anchor`` is the one whose moments a kernel may leave."""
+        grid = grid if self.blur is None else self.blur(grid)
         grid, modules = anchor.on(grid, self.reduction, self.norm), (self.norm, self.reduction)
         x, moments = reduce_patches(grid.tokens, grid.origin, *modules, grid.shared, next_anchor.reads)
         return grid.then(x, 2, moments)
@@ -97,10 +120,10 @@ class PatchMerging(nn.Module):
 class SwinStage(nn.Module):
     """Patch merging (but in the first stage) and blocks that alternate between plain and shifted windows."""
 
-    def __init__(self, *, dim: int, out_dim: int, depth: int, downsample: bool, window: tuple[int, int],
-                 drop_path: Any, **block: Any) -> None:  # fmt: skip
+    def __init__(self, *, dim: int, out_dim: int, depth: int, downsample: bool, antialias: bool,
+                 window: tuple[int, int], drop_path: Any, **block: Any) -> None:  # fmt: skip
         super().__init__()
-        self.downsample = PatchMerging(dim=dim, out_dim=out_dim) if downsample else nn.Identity()
+        self.downsample = PatchMerging(dim=dim, out_dim=out_dim, antialias=antialias) if downsample else nn.Identity()
         self.blocks = nn.ModuleList(
             SwinBlock(dim=out_dim, window=window, drop_path=drop_path[i], **block) for i in range(depth)
         )
@@ -117,6 +140,7 @@ class Swin(WindowedClassifier):
         anchors: which anchors an adaptive model has (the paper's ablation removes one at a time).
         score: how tokens count in an anchor, see ``common.anchors.scores``.
         sketch: of how many random directions an anchor takes the energy; 0 is the paper's, of all channels.
+        antialias: blur before every stride; for default models, to compare with.
     """
 
     model_type = "swin"
@@ -127,14 +151,17 @@ class Swin(WindowedClassifier):
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
                  attn_drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False,
                  canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
-                 score: str = "signed", sketch: int = 4) -> None:  # fmt: skip
+                 score: str = "signed", sketch: int = 4, antialias: bool = False) -> None:  # fmt: skip
         super().__init__(locals())
-        self.patch_embed = PatchEmbed(in_chans=in_chans, dim=embed_dim, size=patch_size, stride=patch_size)
+        if adaptive and antialias:
+            raise ValueError("antialias=True is for default models: anchors leave nothing to blur")
+        embed = BlurredEmbed if antialias else PatchEmbed
+        self.patch_embed = embed(in_chans=in_chans, dim=embed_dim, size=patch_size, stride=patch_size)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         self.layers = nn.ModuleList(
             SwinStage(dim=self.dims[max(i - 1, 0)], out_dim=self.dims[i], depth=depths[i], downsample=i > 0,
-                      window=self.windows[i], num_heads=num_heads[i], mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
-                      proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, drop_path=rates[i])
+                      antialias=antialias, window=self.windows[i], num_heads=num_heads[i], mlp_ratio=mlp_ratio,
+                      qkv_bias=qkv_bias, proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, drop_path=rates[i])
             for i in range(len(depths))
         )  # fmt: skip
         self.norm = nn.LayerNorm(self.num_features)

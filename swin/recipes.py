@@ -78,6 +78,9 @@ CIFAR10_CANONICAL = replace(CIFAR10, model_args={"anchors": (), "canonical": Tru
 """A peer of our own: the default model behind the canonical anchor alone, trained so. It is as consistent as the
 adaptive model; what the paper's modules add is the difference in accuracy and under standard shifts."""
 
+CIFAR10_ANTIALIASED = replace(CIFAR10_DEFAULT, model_args={"antialias": True}, target={})
+"""Another peer: the default model with timm's blur before the patch embedding and every patch merging."""
+
 IMAGENET = Recipe(model="a_swin_tiny", data="ILSVRC/imagenet-1k", epochs=300, batch_size=1024, lr=5e-4, lr_batch=512,
                   warmup_epochs=20, warmup_lr=5e-7, min_lr=5e-6, clip_grad=5.0, drop_path=0.2, label_smoothing=0.1,
                   resize=256, flip=True, mixup=0.8, cutmix=1.0, metrics=("top1", "c_cons"),
@@ -133,6 +136,7 @@ RECIPES = {
     "cifar10_no_window": CIFAR10_NO_WINDOW,
     "cifar10_no_merge": CIFAR10_NO_MERGE,
     "cifar10_canonical": CIFAR10_CANONICAL,
+    "cifar10_antialiased": CIFAR10_ANTIALIASED,
     "imagenet": IMAGENET,
     "imagenet_default": IMAGENET_DEFAULT,
     "imagenet_standard": IMAGENET_STANDARD,
