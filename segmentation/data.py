@@ -2,10 +2,12 @@
 
 A parquet folder has ``train*.parquet`` and ``test*``, ``val*`` or ``validation*.parquet`` (also under ``data/``), with
 an image column (``image`` or ``img``) and a column of label images (``label``, ``annotation`` or ``mask``). ADE20K's
-own tree has ``images/training``, ``annotations/training`` and the same under ``validation``. Small sets of one size are
-decoded once, into memory; others stay encoded for the loader's workers.
+own tree has ``images/training``, ``annotations/training`` and the same under ``validation``. ``classes.txt`` in either
+names the classes of your own, one a line: class c is number c in label images, from 0, and 255 does not count. Small
+sets of one size are decoded once, into memory; others stay encoded for the loader's workers.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -35,18 +37,22 @@ from .splits import EncodedScenes, PixelSplit, Scenes
 __all__ = ["from_dataset", "load_digit_scenes", "load_scenes", "load_split"]
 
 LABEL_COLUMNS = ("label", "annotation", "mask")
+CLASSES_NAME = "classes.txt"
 MEMORY = 2**31  # bytes of decoded pixels and labels up to which a split of one size is held in memory
 
 
 def load_scenes(name: str, labelling: Labelling | None = None) -> tuple[PixelSplit, PixelSplit]:
     """Train and evaluation split by name: ``digits``, a folder, or a Hub id ``owner/name[@revision]``.
 
-    ``labelling`` is that of ``KNOWN`` data sets by the last part of the name, else the labels as they are stored.
+    ``labelling`` is that of the folder's ``classes.txt``, or of ``KNOWN`` data sets by the last part of the name, else
+    the labels as they are stored.
     """
+    if not name:
+        raise ValueError("this recipe is for data of your own: give a folder or a Hub id by --data")
     if name == "digits":
         return load_digit_scenes()
     path = Path(name)
-    known = KNOWN.get(path.name.partition("@")[0].lower())
+    known = _named_classes(path) or KNOWN.get(path.name.partition("@")[0].lower())
     labelling = labelling or known or Labelling()
     is_hub_id = name.count("/") == 1 and not path.exists() and not name.startswith((".", "/", "~"))
     if is_hub_id:
@@ -55,8 +61,24 @@ def load_scenes(name: str, labelling: Labelling | None = None) -> tuple[PixelSpl
         raise FileNotFoundError(f"no data folder {name}: give 'digits', a folder of parquet files, ADE20K's own "
                                 "folder, or a Hub id 'owner/name'")  # fmt: skip
     if (path / "images").is_dir():
-        return _same_classes(_read_tree(path, "training", known or ADE20K), _read_tree(path, "validation", ADE20K))
+        if known is None:
+            warnings.warn(f"{path} is read as ADE20K, 150 classes numbered from 1. If it is not, name its classes in "
+                          f"{path / CLASSES_NAME}, one a line, numbered from 0", stacklevel=2)  # fmt: skip
+        train, test = (_read_tree(path, part, known or ADE20K) for part in ("training", "validation"))
+        return _same_classes(train, test)
     return _same_classes(load_split(path, ("train",), labelling), load_split(path, EVALUATION_SPLITS, labelling))
+
+
+def _named_classes(folder: Path) -> Labelling | None:
+    """The classes that a folder names itself."""
+    file = folder / CLASSES_NAME
+    if not file.is_file():
+        return None
+    names = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    if len(names) < 2 or len(set(names)) < len(names) or len(names) > IGNORE_INDEX:
+        raise ValueError(f"{file} has {len(names)} names, {len(set(names))} of them different: expected 2 to "
+                         f"{IGNORE_INDEX} different ones, one a line")  # fmt: skip
+    return Labelling(names)
 
 
 def load_digit_scenes(train: int = 1000, test: int = 200, size: int = 64) -> tuple[Scenes, Scenes]:

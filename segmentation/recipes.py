@@ -34,6 +34,15 @@ brought back to 480 x 360. Convolutions are circular in the default model too. S
 ``accelerate launch segmentation/train.py --recipe camvid --data DIR --mixed_precision bf16 --compile``
 """
 
+PHOTOGRAPHS = replace(CAMVID, data="", steps=0, epochs=100, resize=(1792, 448), ratio_range=(0.5, 2.0), model_args={})
+"""Photographs of your own, of any size: as for ADE20K, they are resized to fit 1,792 x 448, scaled by 0.5 to 2 and
+cropped to 448 x 448, with ImageNet's mean and std.
+
+One GPU, 100 epochs, batches of 16. Few photographs need weights to start from: ``--backbone``, a classifier.
+
+``accelerate launch segmentation/train.py --recipe photographs --data DIR``
+"""
+
 ADE20K = SegmentationRecipe(model="upernet_a_swin_tiny", data="merve/scene_parse_150", steps=160_000, batch_size=16,
                             backbone="outputs/reproduce/full/a_swin_tiny_imagenet", lr=6e-5, lr_batch=0,
                             schedule="poly", warmup_steps=1500, warmup_lr=6e-11, min_lr=0.0, weight_decay=0.01,
@@ -101,6 +110,7 @@ ADE20K_STANDARD_V2_DEFAULT = replace(ADE20K_STANDARD_DEFAULT, model="upernet_swi
 
 RECIPES = {
     "digits": DIGITS,
+    "photographs": PHOTOGRAPHS,
     "camvid": CAMVID,
     "ade20k": ADE20K,
     "ade20k_default": ADE20K_DEFAULT,

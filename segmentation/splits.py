@@ -1,6 +1,7 @@
 """Splits with a label per pixel: in memory, or decoded on demand."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.data.sources import decode_image, open_image
-from common.data.splits import Arrays, Split
+from common.data.splits import Arrays, Split, spread
 from common.evaluation.metrics import IGNORE_INDEX
 
 from .labels import Labelling
@@ -65,7 +66,8 @@ class EncodedScenes(PixelSplit):
     @property
     def classes(self) -> tuple[str, ...]:  # type: ignore[override]
         if self.labelling.classes is None:
-            raise ValueError("scenes that are decoded on demand need their classes named: give a Labelling")
+            raise ValueError("scenes of several sizes, or too many for memory, need their classes named: put "
+                             "classes.txt, one name a line, beside the data")  # fmt: skip
         return self.labelling.classes
 
     def __len__(self) -> int:
@@ -98,6 +100,13 @@ class EncodedScenes(PixelSplit):
     def fetch(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         images, labels, index = batch
         return images, labels, index
+
+    def peek(self, count: int) -> list[np.ndarray]:
+        found = []
+        for i in spread(len(self), count):
+            with suppress(ValueError):  # what cannot be read is named where it is used
+                found.append(self.decode(i)[0].permute(1, 2, 0).numpy())
+        return found
 
     def head(self, count: int | None) -> "EncodedScenes":
         return replace(self, items=self.items[:count])

@@ -14,7 +14,7 @@ from common.evaluation.metrics import IGNORE_INDEX
 from common.models.hub import WEIGHTS_NAME, load_weights, resolve_file
 from common.models.registry import create_model
 from common.training.recipe import BaseRecipe, RunOptions
-from common.training.task import Task
+from common.training.task import Task, warn_of_misfit
 
 from .data import load_scenes
 from .evaluation import evaluate
@@ -51,6 +51,7 @@ class Segmentation(Task[SegmentationRecipe]):
         super().__init__(recipe, options, accelerator)
         train, test = self.load()
         self.model = self.build(len(train.classes))
+        warn_of_misfit(recipe, recipe.resize or self.model.img_size, train, accelerator)
         self.model.name_classes(train.classes)
         keys = ("resize", "mean", "std", "ratio_range", "max_class_share", "flip", "photometric")
         multiple = (recipe.multiple, recipe.multiple) if recipe.multiple else self.model.multiple

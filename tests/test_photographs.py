@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from segmentation_helpers import scene, write_parquet
 from sklearn.datasets import load_sample_images
 from test_class_names import make_folder
 
@@ -18,6 +19,9 @@ from common.data.preprocess import IMAGENET_MEAN
 from common.data.sources import load_data
 from common.training.recipe import RunOptions
 from common.training.task import Classification, misfit
+from segmentation import recipes as segmentation_recipes
+from segmentation.data import load_scenes
+from segmentation.task import Segmentation
 from swin.recipes import RECIPES
 
 
@@ -39,6 +43,27 @@ def test_photographs_have_a_recipe(folder: str, tmp_path: Path) -> None:
     images, targets = task.inputs(batch, 0, 0)
     assert images.shape == (4, 3, *size)
     assert targets.shape == (4, 3)  # mixed labels
+
+
+def test_scenes_have_a_recipe(tmp_path: Path) -> None:
+    recipe = segmentation_recipes.RECIPES["photographs"]
+    with pytest.raises(ValueError, match="give a folder or a Hub id by --data"):
+        load_scenes(recipe.data)
+    for part in ("train", "val"):
+        write_parquet(tmp_path / f"{part}.parquet", [scene(i, (200, 300 + i), classes=3) for i in range(2)])
+    (tmp_path / "classes.txt").write_text("road\ncar\nsky\n")
+    small = replace(recipe, data=str(tmp_path), model="upernet_a_swin_micro", size=(64, 64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        task = Segmentation(small, RunOptions(), Accelerator(cpu=True))
+    assert task.model.class_names == ("road", "car", "sky")
+    batch = torch.utils.data.default_collate([task.train_split[(0, i)] for i in range(2)])  # type: ignore[index]
+    images, labels = task.inputs(batch, 0, 0)
+    assert images.shape == (2, 3, 64, 64)
+    assert labels.shape == (2, 64, 64)
+    digits = replace(segmentation_recipes.RECIPES["digits"], data=str(tmp_path))
+    with pytest.warns(UserWarning, match="they have 200 px and more.*--recipe photographs"):
+        Segmentation(digits, RunOptions(), Accelerator(cpu=True))
 
 
 @pytest.mark.filterwarnings("ignore")

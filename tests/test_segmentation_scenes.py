@@ -63,11 +63,13 @@ def test_the_tree_of_ade20k_and_the_hub(tmp_path: Path) -> None:
                 path = tmp_path / kind / part / f"ADE_{i}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-    train, test = load_scenes(str(tmp_path))
+    with pytest.warns(UserWarning, match="is read as ADE20K.*name its classes in .*classes.txt"):
+        train, test = load_scenes(str(tmp_path))
     assert isinstance(train, EncodedScenes)
     assert (len(train), len(test), len(train.classes)) == (2, 2, 150)
     (tmp_path / "annotations/training/ADE_1.png").unlink()
-    with pytest.raises(FileNotFoundError, match="ADE_1.png has no labels: expected .*annotations"):
+    missing = pytest.raises(FileNotFoundError, match="ADE_1.png has no labels: expected .*annotations")
+    with missing, pytest.warns(UserWarning, match="ADE20K"):
         load_scenes(str(tmp_path))
 
     rows = [dict(zip(("image", "annotation"), scene(i, (10, 12 + i), classes=151), strict=True)) for i in range(2)]
@@ -76,6 +78,26 @@ def test_the_tree_of_ade20k_and_the_hub(tmp_path: Path) -> None:
     split = from_dataset(datasets.Dataset.from_list(encoded, features=features), "owner/name", ADE20K)
     assert isinstance(split, EncodedScenes)
     assert all(torch.equal(a, b) for a, b in zip(split.decode(0), train.decode(0), strict=True))
+
+
+def test_a_folder_names_its_own_classes(tmp_path: Path) -> None:
+    """Else photographs of several sizes have no classes, and a tree is taken for ADE20K, each label one off."""
+    for part in ("train", "val"):
+        write_parquet(tmp_path / f"{part}.parquet", [scene(i, (10, 12 + i), classes=3) for i in range(2)])
+    with pytest.raises(ValueError, match="put classes.txt, one name a line, beside the data"):
+        load_scenes(str(tmp_path))
+    (tmp_path / "classes.txt").write_text("road\n car\n\nsky\n")
+    train, _ = load_scenes(str(tmp_path))
+    assert train.classes == ("road", "car", "sky")
+    assert isinstance(train, EncodedScenes)
+    stored = np.asarray(Image.open(io.BytesIO(scene(0, (10, 12), classes=3)[1])))
+    assert torch.equal(train.decode(0)[1], torch.tensor(stored))
+    (tmp_path / "classes.txt").write_text("road\ncar\n")
+    with pytest.raises(ValueError, match="row 0 of .* has label 2, but there are 2 classes"):
+        load_scenes(str(tmp_path))[0].decode(0)  # type: ignore[attr-defined]
+    (tmp_path / "classes.txt").write_text("road\nroad\n")
+    with pytest.raises(ValueError, match="has 2 names, 1 of them different"):
+        load_scenes(str(tmp_path))
 
 
 def test_broken_scenes_are_named(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class Arrays(Split):
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
     def peek(self, count: int) -> list[np.ndarray]:
-        return [self.images[i].permute(1, 2, 0).numpy() for i in _spread(len(self), count)]
+        return [self.images[i].permute(1, 2, 0).numpy() for i in spread(len(self), count)]
 
     def head(self, count: int | None) -> "Arrays":
         return replace(self, images=self.images[:count], labels=self.labels[:count])
@@ -170,7 +170,7 @@ class Encoded(Split):
 
     def peek(self, count: int) -> list[np.ndarray]:
         found = []
-        for i in _spread(len(self), count):
+        for i in spread(len(self), count):
             with suppress(Exception):  # what cannot be read is named where it is used
                 found.append(self.read(self.items[i]))
         return found
@@ -182,7 +182,7 @@ class Encoded(Split):
         return replace(self, preprocess=preprocess, operations=operations, seed=seed)
 
 
-def _spread(length: int, count: int) -> list[int]:
+def spread(length: int, count: int) -> list[int]:
     return torch.linspace(0, length - 1, min(length, count)).long().tolist()
 
 

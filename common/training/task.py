@@ -56,6 +56,11 @@ class Task(ABC, Generic[R]):
         """Write the model with these weights, and what it takes to use it."""
 
 
+def warn_of_misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split, accelerator: Accelerator) -> None:
+    if accelerator.is_main_process and (reason := misfit(recipe, size, split)):
+        warnings.warn(f"this recipe is for other images: {reason}. For photographs: --recipe photographs", stacklevel=3)
+
+
 def misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split) -> str:
     """Why a recipe does not fit the images of a split; empty if it does."""
     images = split.peek(16)
@@ -82,9 +87,7 @@ class Classification(Task[Recipe]):
         super().__init__(recipe, options, accelerator)
         train, test = self.load()
         self.model = self.build(len(train.classes))
-        if accelerator.is_main_process and (reason := misfit(recipe, self.model.img_size, train)):
-            warnings.warn(f"this recipe is for other images: {reason}. For photographs: --recipe photographs",
-                          stacklevel=2)  # fmt: skip
+        warn_of_misfit(recipe, self.model.img_size, train, accelerator)
         keys = ("resize", "mean", "std", "flip", "rotate", "scale", "circular", "erase")
         self.preprocess = Preprocess(size=self.model.img_size, **{key: getattr(recipe, key) for key in keys})
         self.model.set_input(**{key: getattr(self.preprocess, key) for key in self.preprocess.STORED})
