@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm.auto import tqdm
 
 from common import create_model
@@ -24,6 +23,7 @@ from common.evaluation.tables import format_table, write_json
 from common.kernels import base, cards
 from common.kernels.ahead import Launch, compile_for, recorded
 from common.kernels.cards import Card
+from common.ops import ahead
 
 CARDS = {card.name: card for card in (
     Card("T4", 75, 65_536), Card("A100", 80, 166_912), Card("RTX 30", 86, 101_376), Card("RTX 40", 89, 101_376),
@@ -50,25 +50,16 @@ def launches(name: str, card: Card, training: bool, *, compiled: bool = False, b
     """What a model launches on a card, in bfloat16 or, where that is not native, in float16; outside of graphs or in
     one."""
     model = create_model(name).train(training)
+    shape = batch, 3, *model.img_size
     half = torch.bfloat16 if card.bf16 else torch.float16
-    with (
-        anywhere(),
-        recorded() as found,
-        cards.assumed(card),
-        torch.autocast("cpu", half),
-        torch.set_grad_enabled(training),
-    ):
-        if compiled:
-            torch.compiler.reset()
+    with anywhere(), cards.assumed(card), torch.autocast("cpu", half):
+        if not compiled:
+            return ahead.launches(model, shape, training)
+        torch.compiler.reset()
+        with recorded() as found, torch.set_grad_enabled(training):
             graph = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=_zeros, bw_compiler=_zeros))
-            y = graph(torch.zeros(batch, 3, *model.img_size))
+            y = graph(torch.zeros(shape))
             y.sum().backward() if training else None
-        else:
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                named = (*model.named_parameters(), *model.named_buffers())
-                state = {name: mode.from_tensor(tensor) for name, tensor in named}
-                y = torch.func.functional_call(model, state, torch.empty(batch, 3, *model.img_size))
-                y.sum().backward() if training else None
     return found
 
 

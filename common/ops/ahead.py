@@ -6,17 +6,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ..kernels import base, cards
-from ..kernels.ahead import compile_all, recorded
+from ..kernels.ahead import Launch, compile_all, recorded
 
-__all__ = ["compile_kernels"]
+__all__ = ["compile_kernels", "launches"]
 
 
-def compile_kernels(model: nn.Module, shape: tuple[int, ...], training: bool, workers: int | None = None) -> int:
-    """Compile all that ``model`` launches for images of this shape, side by side, into Triton's cache: how many there
-    are. The model runs on stand-ins for tensors: neither its weights nor its state change, and no image is needed."""
+def launches(model: nn.Module, shape: tuple[int, ...], training: bool) -> dict[Launch, int]:
+    """What ``model`` launches outside of graphs for images of this shape, and how often. It runs on stand-ins for
+    tensors: neither its weights nor its state change, and no image is needed."""
     parameter, before = next(model.parameters()), model.training
-    if not base.usable(parameter):
-        return 0
     try:
         model.train(training)
         with recorded() as found, FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(training):
@@ -28,5 +26,15 @@ def compile_kernels(model: nn.Module, shape: tuple[int, ...], training: bool, wo
                 sum(t.float().sum() for t in tree_leaves(outputs)).backward()
     finally:
         model.train(before)
+    return found
+
+
+def compile_kernels(model: nn.Module, shape: tuple[int, ...], training: bool, workers: int | None = None) -> int:
+    """Compile all that ``model`` launches for images of this shape, side by side, into Triton's cache: how many there
+    are."""
+    parameter = next(model.parameters())
+    if not base.usable(parameter):
+        return 0
+    found = launches(model, shape, training)
     compile_all(found, cards.card_of(parameter.device).capability, workers)
     return len(found)
