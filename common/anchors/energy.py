@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.choice import phase_scores, to_float64
-from ..ops.roll import circular_pad
+from ..ops.everywhere import at_every_position
 from ..ops.strided import Strided
 from .scores import find_score
 
@@ -23,19 +22,6 @@ class Projection(NamedTuple):
     bias: Tensor | None
     conv: Strided
     linear: tuple[Tensor, Tensor] | None = None
-
-
-def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None) -> Tensor:
-    """A strided convolution's output at stride 1 on the torus, (B, C, H, W) -> (B, D, H, W), in float32 at least.
-
-    Padding (p, k - 1 - p) puts what the convolution gives for token j of phase m at position stride j + m. The weights
-    (D, C / groups, k, k) may be others than the convolution's own.
-    """
-    (kh, kw), (ph, pw) = conv.kernel, conv.padding
-    x = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))
-    bias = None if bias is None else bias.to(x.dtype)
-    t = F.conv2d(x, weight.to(x.dtype), bias, groups=x.shape[1] // weight.shape[1])
-    return t if t.dtype == torch.float64 else t.float()
 
 
 def token_energy(t: Tensor, score: str, dim: int = 1) -> Tensor:

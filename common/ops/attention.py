@@ -41,16 +41,17 @@ def attend_in_windows(qkv: Tensor, bias: Tensor, scale: Tensor | None, window: t
         qkv = roll(qkv.flatten(3), start, (1, 2), within=not moved)
     elif moved:
         qkv = qkv.roll((-shift[0], -shift[1]), (1, 2))
-    x = qkv.reshape(b, h // rows, rows, w // columns, columns, 3, heads, d).permute(5, 0, 1, 3, 6, 2, 4, 7)
-    q, k, v = x.reshape(3, b, -1, heads, rows * columns, d).unbind(0)  # B, windows, heads, tokens, d
+    q, k, v = qkv.reshape(b, h // rows, rows, w // columns, columns, 3, heads, d).unbind(5)
+    q, v = (t.permute(0, 1, 3, 5, 2, 4, 6).reshape(b, -1, heads, rows * columns, d) for t in (q, v))
+    k = k.permute(0, 1, 3, 5, 6, 2, 4).reshape(b, -1, heads, d, rows * columns)  # a product with k^T: slow on some CPUs
     if scale is None:
         q = q * d**-0.5
     else:  # torch's default eps is zero in float16
-        q, k = (F.normalize(t, dim=-1, eps=1e-6).to(v.dtype) for t in (q, k))
+        q, k = (F.normalize(t, dim=dim, eps=1e-6).to(v.dtype) for t, dim in ((q, -1), (k, -2)))
         q = (q * scale[:, None, None]).to(v.dtype)
     # written out: the fused kernels of scaled_dot_product_attention take no bias of 49 columns, and what is left
     # computes half precision in float32
-    weights = (q @ k.transpose(-2, -1) + (bias if mask is None else bias + mask[:, None])).softmax(-1)
+    weights = (q @ k + (bias if mask is None else bias + mask[:, None])).softmax(-1)
     x = (F.dropout(weights, dropout).to(v.dtype) @ v).view(b, h // rows, w // columns, heads, rows, columns, d)
     x = x.permute(0, 1, 4, 2, 5, 3, 6).reshape(b, h, w, heads * d)
     if start is not None:

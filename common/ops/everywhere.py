@@ -1,0 +1,38 @@
+"""A strided convolution at every position of the torus, all of its phases at once: what anchors score."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .roll import circular_pad
+from .strided import Strided
+
+__all__ = ["at_every_position"]
+
+
+def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | None = None) -> Tensor:
+    """A strided convolution's output at stride 1 on the torus, (B, C, H, W) -> (B, D, H, W), in float32 at least.
+
+    Padding (p, k - 1 - p) puts what the convolution gives for token j of phase m at position stride j + m. The weights
+    (D, C / groups, k, k) may be others than the convolution's own.
+    """
+    (kh, kw), _, (ph, pw) = conv
+    outputs, channels = len(weight), x.shape[1]
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if weight.shape[1] == channels >= outputs * kh * kw:
+        t = _by_taps(x, weight, conv.padding)
+    else:
+        x = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))
+        t = F.conv2d(x, weight, groups=channels // weight.shape[1])
+    t = t if t.dtype == torch.float64 else t.float()
+    return t if bias is None else t + bias.view(1, -1, 1, 1)
+
+
+def _by_taps(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
+    """For many channels and few outputs: each token by every tap, in one product, added up where the taps point to. On
+    a CPU three to six times as fast as a convolution."""
+    (kh, kw), (ph, pw) = weight.shape[2:], padding
+    y = F.linear(x.permute(0, 2, 3, 1), weight.permute(2, 3, 0, 1).flatten(0, 2)).unflatten(-1, (kh, kw, -1))
+    y = y if y.dtype == torch.float64 else y.float()
+    taps = [y[..., i, j, :].roll((ph - i, pw - j), (1, 2)) for i in range(kh) for j in range(kw)]
+    return sum(taps[1:], taps[0]).permute(0, 3, 1, 2)
