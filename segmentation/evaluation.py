@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from common.data.preprocess import PREPROCESSOR_NAME
+from common.evaluation.flags import count
 from common.evaluation.metrics import (
     circular_pixel_agreement,
     confusion_matrix,
@@ -52,7 +53,7 @@ def evaluate(model: Model, split: PixelSplit, preprocess: ScenePreprocess, metri
     demand, and may differ in size, are taken one at a time.
     """
     accelerator = accelerator or Accelerator()
-    parsed = {name: _parse(name) for name in metrics}
+    parsed = {name: parse_metric(name) for name in metrics}
     split = split.prepared(preprocess).to(accelerator.device)
     in_memory = isinstance(split, Scenes)
     loader = accelerator.prepare(
@@ -96,7 +97,8 @@ def _masks(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.argmax(1)
 
 
-def _parse(name: str) -> tuple[str, int | None]:
+def parse_metric(name: str) -> tuple[str, int | None]:
+    """Kind, and reach of the shifts."""
     match = METRIC.fullmatch(name)
     if not match or name.startswith("miou@"):
         raise ValueError(f"unknown metric {name!r}: choose among {METRICS}")
@@ -113,10 +115,10 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
                         help="average over windows of this side instead of the whole image")  # fmt: skip
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="draw what shifts change in a few scenes")
     parser.add_argument("--compare", metavar="MODEL", help="a second model to draw beside the first")
-    parser.add_argument("--scenes", type=int, default=4, help="how many scenes to draw")
-    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--scenes", type=count, default=4, help="how many scenes to draw")
+    parser.add_argument("--batch_size", type=count, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=int, help="use only the first scenes")
+    parser.add_argument("--limit", type=count, help="use only the first scenes")
     parser.add_argument("--dataloader_num_workers", type=int, default=min(8, os.cpu_count() or 1),
                         help="processes that decode scenes of different sizes")  # fmt: skip
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))

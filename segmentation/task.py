@@ -17,7 +17,7 @@ from common.training.recipe import BaseRecipe, RunOptions
 from common.training.task import Task, warn_of_misfit
 
 from .data import load_scenes
-from .evaluation import evaluate
+from .evaluation import evaluate, parse_metric
 from .model import UperNet
 from .preprocess import ScenePreprocess
 from .splits import PixelSplit
@@ -49,6 +49,8 @@ class Segmentation(Task[SegmentationRecipe]):
 
     def __init__(self, recipe: SegmentationRecipe, options: RunOptions, accelerator: Accelerator) -> None:
         super().__init__(recipe, options, accelerator)
+        for name in recipe.metrics:
+            parse_metric(name)  # now: else a misspelt one ends the run after its last step
         train, test = self.load()
         self.model = self.build(len(train.classes))
         warn_of_misfit(recipe, recipe.resize or self.model.img_size, train, accelerator)

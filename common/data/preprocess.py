@@ -161,7 +161,12 @@ class RandomOperations:
     def __post_init__(self) -> None:
         fill = tuple(min(255, round(255 * m)) for m in self.mean)
         limits = {"translate_const": int(min(self.size) * 0.45), "img_mean": fill}
-        object.__setattr__(self, "operations", rand_augment_transform(self.specification, limits))
+        try:
+            operations = rand_augment_transform(self.specification, limits)
+        except (AssertionError, ValueError) as error:
+            raise ValueError(f"timm cannot read the RandAugment {self.specification!r}: write it like "
+                             "rand-m9-mstd0.5-inc1") from error  # fmt: skip
+        object.__setattr__(self, "operations", operations)
 
     def __call__(self, image: Image.Image, *seeds: int) -> Image.Image:
         left, top = (image.width - self.size[1]) // 2, (image.height - self.size[0]) // 2

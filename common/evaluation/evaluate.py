@@ -20,6 +20,7 @@ from ..data.sources import load_data, shown
 from ..data.splits import Arrays, Split
 from ..models.hub import embedded, resolve_file
 from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
+from .flags import count
 from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
 from .perturb import PERTURBATIONS, ShiftAverage
 from .tables import format_table, write_json
@@ -43,7 +44,7 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Prepro
     Images that the split could not read (label -1) do not count.
     """
     accelerator = accelerator or Accelerator()
-    parsed = {name: _parse(name) for name in metrics}
+    parsed = {name: parse_metric(name) for name in metrics}
     split = split.prepared(preprocess).to(accelerator.device)
     workers = 0 if isinstance(split, Arrays) else workers
     loader = accelerator.prepare(DataLoader(split, batch_size=batch_size, num_workers=workers))
@@ -82,7 +83,8 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Prepro
     return {**result, "images": total, **broken, "seed": seed}
 
 
-def _parse(name: str) -> tuple[str, int | None, str | None, int]:
+def parse_metric(name: str) -> tuple[str, int | None, str | None, int]:
+    """Kind, reach of the shifts, change of the images before, and its amount."""
     match = METRIC.fullmatch(name)
     if not match:
         raise ValueError(f"unknown metric {name!r}: choose among {METRICS}")
@@ -97,15 +99,15 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     )
     parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
     parser.add_argument("--metrics", nargs="+", default=["top1", "c_cons", "s_cons"], help=METRICS)
-    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--batch_size", type=count, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=int, help="use only the first images")
+    parser.add_argument("--limit", type=count, help="use only the first images")
     parser.add_argument("--crop", action="store_true", help="standard shifts under a centre crop, not with zeros")
-    parser.add_argument("--resize", type=int, help="side before the centre crop, if not the model's own")
+    parser.add_argument("--resize", type=count, help="side before the centre crop, if not the model's own")
     parser.add_argument("--dataloader_num_workers", type=int, default=min(8, os.cpu_count() or 1),
                         help="processes that decode large images")  # fmt: skip
     parser.add_argument("--skip_broken", action="store_true", help="leave unreadable images out, and count them")
-    parser.add_argument("--average_shifts", type=int, default=1, metavar="N",
+    parser.add_argument("--average_shifts", type=count, default=1, metavar="N",
                         help="average probabilities over N x N circular shifts, N^2 times the cost")  # fmt: skip
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
@@ -166,7 +168,10 @@ def from_timm(name: str) -> tuple[nn.Module, Preprocess]:
     """timm's model with its pretrained weights (``local-dir:FOLDER`` for a folder) and its own preprocessing."""
     import timm
 
-    model = timm.create_model(name, pretrained=True)
+    try:
+        model = timm.create_model(name, pretrained=True)
+    except RuntimeError as error:  # an unknown name, or one without weights
+        raise ValueError(f"timm:{name} cannot be loaded: {error}") from error
     config = timm.data.resolve_model_data_config(model)
     _, height, width = config["input_size"]
     resize = None if config["crop_pct"] == 1 else round(height / config["crop_pct"])

@@ -79,7 +79,12 @@ def create_model(name: str, **kwargs: Any) -> HubModel:
         near = difflib.get_close_matches(name, builders, n=3, cutoff=0.5)
         raise ValueError(f"unknown model {name!r}: did you mean {' or '.join(near)}?" if near else
                          f"unknown model {name!r}: list_models() names all {len(builders)}")  # fmt: skip
-    return builders[name](**kwargs)
+    try:
+        return builders[name](**kwargs)
+    except (ArithmeticError, RuntimeError, TypeError) as error:  # of Python or torch: they do not name the argument
+        if not kwargs:
+            raise
+        raise TypeError(f"{name} cannot be built with {str(kwargs)[:200]}: {error}") from error
 
 
 def from_pretrained(source: str, **kwargs: Any) -> HubModel:

@@ -28,6 +28,8 @@ class WindowedClassifier(Classifier):
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         patch, depths, window = arguments["patch_size"], arguments["depths"], to_pair(arguments["window_size"])
+        if min(window) < 1:
+            raise ValueError(f"window_size {window} must be 1 or more")
         strides = [patch * 2**i for i in range(len(depths))]
         img_size = to_pair(arguments["img_size"])
         windows = [  # a grid smaller than the window is one window

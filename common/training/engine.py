@@ -59,7 +59,7 @@ def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] =
 
 def _accelerator(options: RunOptions) -> Accelerator:
     output = Path(options.output_dir)
-    return Accelerator(
+    settings: dict[str, Any] = dict(
         mixed_precision=options.mixed_precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         step_scheduler_with_optimizer=False,  # one scheduler step per optimizer step, whatever the processes
@@ -68,6 +68,10 @@ def _accelerator(options: RunOptions) -> Accelerator:
         dataloader_config=DataLoaderConfiguration(non_blocking=True),  # else every batch waits for the last step
         dynamo_plugin=TorchDynamoPlugin(backend="inductor") if options.compile else None,
     )
+    try:
+        return Accelerator(**settings)
+    except ValueError as error:  # a precision, a tracker or a set of processes that is not to be had here
+        raise ValueError(f"Accelerate cannot be set up: {error}") from error
 
 
 def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task], accelerator: Accelerator,

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import inspect
+import math
 import os
 import re
 import types
@@ -110,6 +111,18 @@ class RunOptions:
     report_to: str = "tensorboard"  # trackers of Accelerate by name: tensorboard, wandb, trackio, ... or none
 
 
+LEAST: Mapping[str, float] = {
+    **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "eval_batch_size", "checkpoints_total_limit",
+                     "limit"), 1),
+    **dict.fromkeys(("lr", "std", "layer_decay"), 1e-30),
+    **dict.fromkeys(("epochs", "steps", "lr_batch", "warmup_epochs", "warmup_steps", "warmup_lr", "min_lr",
+                     "weight_decay", "betas", "clip_grad", "drop_path", "ema_decay", "seed", "label_smoothing", "mixup",
+                     "cutmix", "erase", "cpu_threads", "dataloader_num_workers", "eval_every", "checkpointing_steps",
+                     "checkpointing_minutes", "max_skipped"), 0),
+}  # fmt: skip
+BELOW: Mapping[str, float] = {**dict.fromkeys(("betas", "drop_path", "ema_decay", "label_smoothing"), 1), "seed": 2**32}
+"""Bounds of flags: else a number that makes no sense fails far from here, or trains something else."""
+
 R = TypeVar("R", bound=BaseRecipe)
 
 
@@ -171,6 +184,12 @@ def parse_command_line(recipes: Mapping[str, R], default: str, arguments: Sequen
                 settings = _parser_type(hints[f.name])
                 group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=words, **settings)
     chosen = vars(parser.parse_args(arguments))
+    for key, value in chosen.items():
+        least, below = LEAST.get(key), BELOW.get(key, math.inf)
+        numbers = value if isinstance(value, list) else [value]
+        if least is not None and not all(least <= number < below for number in numbers):
+            bound = f" and below {below}" if below < math.inf else ""
+            parser.error(f"argument --{key}: {_shown(tuple(numbers))} is not at least {least:g}{bound}")
     name, adapt, model_args = chosen.pop("recipe"), chosen.pop("adapt"), parse_arguments(chosen.pop("model_args"))
     chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
     run_names = {f.name for f in dataclasses.fields(RunOptions)}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..data.preprocess import IMAGENET_MEAN, Mixing, Preprocess, RandomOperations
 from ..data.sources import load_data
 from ..data.splits import Split, check_rows
-from ..evaluation.evaluate import evaluate
+from ..evaluation.evaluate import evaluate, parse_metric
 from ..models.classifier import Classifier
 from ..models.hub import WEIGHTS_NAME, HubModel, load_weights, resolve_file
 from ..models.registry import create_model
@@ -85,6 +85,8 @@ class Classification(Task[Recipe]):
 
     def __init__(self, recipe: Recipe, options: RunOptions, accelerator: Accelerator) -> None:
         super().__init__(recipe, options, accelerator)
+        for name in recipe.metrics:
+            parse_metric(name)  # now: else a misspelt one ends the run after its last step
         train, test = self.load()
         self.model = self.build(len(train.classes))
         warn_of_misfit(recipe, self.model.img_size, train, accelerator)
