@@ -9,6 +9,7 @@ weights with ``"gelu"``: build the model for the numbers to be reproduced.
 
 import re
 
+import shiftvit
 from common.publishing.convert import State, main
 
 __all__ = ["from_original", "from_transformers", "to_original", "to_transformers"]
@@ -92,4 +93,4 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 if __name__ == "__main__":
-    main({"transformers": from_transformers, "original": from_original}, default_model="cvt_13")
+    shiftvit.run(main, {"transformers": from_transformers, "original": from_original}, default_model="cvt_13")

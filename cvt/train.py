@@ -1,8 +1,8 @@
 """Train CvT: ``accelerate launch cvt/train.py [--recipe NAME] [--model NAME] [--data NAME_OR_DIR] ...``"""
 
-import shiftvit  # noqa: F401, first: it says so where another 'common' hides ours
+import shiftvit  # first: it says so where another 'common' hides ours
 from common.training.engine import main
 from cvt.recipes import RECIPES
 
 if __name__ == "__main__":
-    main(RECIPES, default="digits", description=__doc__)
+    shiftvit.run(main, RECIPES, default="digits", description=__doc__)

@@ -7,6 +7,7 @@ import bisect
 import re
 from typing import Any
 
+import shiftvit
 from common.publishing.convert import State, main
 
 __all__ = ["from_original", "from_timm", "timm_config", "to_original", "to_timm"]
@@ -82,4 +83,4 @@ def _check(state_dict: State) -> None:
 
 
 if __name__ == "__main__":
-    main({"timm": from_timm, "original": from_original}, default_model="mvitv2_tiny")
+    shiftvit.run(main, {"timm": from_timm, "original": from_original}, default_model="mvitv2_tiny")

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+import shiftvit
 from common.anchors import SCORES, ConvAnchor
 from common.data import Preprocess, load_data
+from common.evaluation.flags import present_device
 from common.evaluation.tables import format_table, write_json
 from common.shifts import random_shifts, standard_shift
 
@@ -39,7 +41,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[32])
     parser.add_argument("--strides", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--pairs", type=int, default=4, help="shifts of each image")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="file to write the table to")
     args = parser.parse_args()
     pixels = load_data(args.data)[1].head(args.images).images.to(args.device)  # type: ignore[attr-defined]
@@ -59,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

@@ -24,6 +24,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+import shiftvit
 import swin
 from common import from_pretrained
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
@@ -310,14 +311,11 @@ def main() -> None:
         import gradio  # noqa: F401
     except ImportError as error:
         raise SystemExit(f"the page needs gradio ({error}): pip install 'shift-equivariant-vits[app]'") from None
-    try:
-        page = build_page(load_sides(args.default, args.adaptive))
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    page = build_page(load_sides(args.default, args.adaptive))
     serve(page, args.host, args.port)
     print(f"http://{args.host}:{args.port} (stop with Ctrl-C)", flush=True)
     page.block_thread()
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

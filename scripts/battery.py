@@ -8,7 +8,9 @@ python scripts/battery.py --model outputs/cifar10 --data uoft-cs/cifar10 --mixed
 import argparse
 from pathlib import Path
 
+import shiftvit
 from common.evaluation.battery import FULL, battery_of
+from common.evaluation.flags import count
 from common.evaluation.tables import format_table
 from common.models.registry import MODEL_ARGUMENTS, parse_arguments
 
@@ -19,8 +21,8 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="'digits', a folder, or a Hub id; its evaluation split is used")
     parser.add_argument("--parts", nargs="+", choices=FULL, default=list(FULL))
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
-    parser.add_argument("--batch_size", type=int, default=250)
-    parser.add_argument("--limit", type=int, help="use only the first images")
+    parser.add_argument("--batch_size", type=count, default=250)
+    parser.add_argument("--limit", type=count, help="use only the first images")
     parser.add_argument("--exact_images", type=int, default=1000, help="images whose bits are compared")
     parser.add_argument("--crop", action="store_true", help="standard shifts under a centre crop, not with zeros")
     parser.add_argument("--compile", action="store_true")
@@ -39,4 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

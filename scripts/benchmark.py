@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+import shiftvit
 from common.evaluation.benchmark import benchmark
 from common.evaluation.benchmark_modules import benchmark_modules
 from common.evaluation.contenders import COMPILE_MODES, MODES, PRECISIONS, Setting, build
+from common.evaluation.flags import present_device
 from common.evaluation.profiling import environment
 from common.evaluation.tables import format_table, write_json
 
@@ -122,7 +124,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=PRECISIONS, help="float32 where a preset does not say otherwise")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
     parser.add_argument("--compile_mode", choices=COMPILE_MODES)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--block_seconds", type=float, help="how long a contender runs per round: 0.2, a module 0.05")
     parser.add_argument("--budget", type=float, help="seconds after which no round is added")
@@ -130,8 +132,6 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--profile", metavar="DIR", help="write the largest kernels of each contender there, as text")
     parser.add_argument("--json", metavar="FILE", help="written anew after every section")
     args = parser.parse_args(arguments)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.models = [*args.contenders, *args.models]
     return args
 
@@ -218,4 +218,4 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+import shiftvit
 from common import from_pretrained
 from common.data.preprocess import Preprocess
 from common.data.sources import load_data
@@ -88,4 +89,4 @@ def draw(models: dict, images: Tensor, labels: Tensor, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import shiftvit
 from common import create_model
+from common.evaluation.flags import present_device
 from common.evaluation.tables import format_table
 from common.kernels import base, cards
 from common.ops.dispatch import failed, gradients, reference, watched
@@ -35,7 +37,7 @@ def main() -> None:
     parser.add_argument("--model", default="a_swin_tiny", help="its shapes are tried")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--precision", choices=TYPES, help="default: bf16 where the card has it, else fp16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
     device = torch.device(args.device)
@@ -225,4 +227,4 @@ def kernel_rows(device: torch.device) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

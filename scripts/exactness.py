@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+import shiftvit
 from common import create_model, from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import load_data
 from common.evaluation.exactness import PRECISIONS, count_identical
+from common.evaluation.flags import count, present_device
 from common.evaluation.tables import format_table, write_json
 from common.models.hub import HubModel, resolve_file
 from common.models.registry import MODEL_ARGUMENTS, parse_arguments
@@ -35,8 +37,8 @@ def main() -> None:
     parser.add_argument("--data", default="digits", help="'digits' or a folder; its evaluation split is used")
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["float32", "bf16"])
-    parser.add_argument("--batch_size", type=int, default=50)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch_size", type=count, default=50)
+    parser.add_argument("--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", help="file to write the counts to")
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     args = parser.parse_args()
@@ -84,4 +86,4 @@ def device_name(device: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

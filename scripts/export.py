@@ -18,6 +18,7 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 
+import shiftvit
 from common import create_model, from_pretrained, list_models
 from common.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME, Preprocess
 from common.data.splits import load_digits_data
@@ -102,4 +103,4 @@ def describe(target: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

@@ -36,6 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this tree, whatever is instal
 
 from spoilt import KINDS  # noqa: E402
 
+import shiftvit  # noqa: E402
 from common.evaluation.tables import format_table  # noqa: E402
 
 LONGEST = 500  # characters of a message, without the path of the file
@@ -151,4 +152,4 @@ def keep(target: Path, kind: str, outcome: Outcome) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

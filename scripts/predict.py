@@ -28,6 +28,7 @@ from common import from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import decode_image
 from common.evaluation.evaluate import from_timm
+from common.evaluation.flags import present_device
 from common.evaluation.tables import format_table, write_json
 from common.models.classifier import Classifier
 from common.models.hub import embedded, resolve_file
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--step", type=int, default=4, help="pixels of the model's input between them (%(default)s)")
     parser.add_argument("--plot", type=Path, default=Path("outputs/shift_report.png"), help="heat map (%(default)s)")
     parser.add_argument("--json", type=Path, help="file to write everything to")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
     for name in ("top", "grid", "step"):
         if getattr(args, name) < 1:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+import shiftvit
 from common import create_model, from_pretrained
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import load_data
@@ -322,4 +323,4 @@ def record(path: Path, model: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import shiftvit
 from common.evaluation.tables import format_table
 from common.training.recipe import BaseRecipe
 from cvt import recipes as cvt
@@ -174,4 +175,4 @@ def scene_row(run: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+import shiftvit
 from common.anchors import observed_scores
 from common.data.sources import load_data
 from common.data.splits import Split
@@ -199,6 +200,8 @@ def main() -> None:
     parser.add_argument("--summary", action="store_true", help="run nothing: print the table of what there is")
     parser.add_argument("--json", type=Path, help="file to write the summary to")
     args = parser.parse_args()
+    if not args.summary:
+        load_data(args.data)  # now: else every run fails, in a log of its own
     context = mp.get_context("spawn")
     queue, left = context.Queue(), 0
     for variant in args.variants:
@@ -227,4 +230,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

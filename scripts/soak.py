@@ -30,6 +30,7 @@ import torch
 from safetensors.torch import load_file
 from tqdm.auto import tqdm
 
+import shiftvit
 from common.data.sources import load_data
 from common.evaluation.tables import format_table
 from common.training.checkpoints import latest_checkpoint
@@ -291,4 +292,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import shiftvit
 from common import create_model
 from common.evaluation.tables import format_table
 
@@ -62,4 +63,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

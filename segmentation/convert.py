@@ -10,6 +10,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+import shiftvit
 import swin.convert
 import swinv2.convert
 from common.models.hub import check_state
@@ -83,4 +84,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-import shiftvit  # noqa: F401, first: it says so where another 'common' hides ours
+import shiftvit  # first: it says so where another 'common' hides ours
 from common.training.reproduce import main
 from segmentation.recipes import RECIPES
 from segmentation.task import Segmentation, SegmentationRecipe
@@ -28,4 +28,4 @@ def rescale(recipe: SegmentationRecipe, scale: str) -> SegmentationRecipe:
 
 
 if __name__ == "__main__":
-    main(RECIPES, __doc__ or "", task=Segmentation, rescale=rescale, scales=SCALES, known=KNOWN)
+    shiftvit.run(main, RECIPES, __doc__ or "", task=Segmentation, rescale=rescale, scales=SCALES, known=KNOWN)

@@ -3,18 +3,22 @@
 Our packages have common names. If ``common`` is another's, ``import shiftvit`` raises an ImportError with its path.
 """
 
+import argparse
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["check_ours", "run"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("common", "cvt", "mvitv2", "scripts", "segmentation", "shiftvit", "swin", "swinv2")
+PATIENCE = 10.0  # seconds that a process waits for the first one to say what is wrong
 
 
 def check_ours(package: str) -> None:
@@ -27,22 +31,46 @@ def check_ours(package: str) -> None:
                           "its folder off sys.path and PYTHONPATH")  # fmt: skip
 
 
-def run(main: Callable[..., Any], *arguments: Any) -> None:
+def run(main: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
     """Call a command. An error that we raise becomes one line and exit status 2; what nobody expected keeps its
     traceback, as everything does with SHIFTVIT_TRACEBACK=1."""
+    parsers_own = argparse.ArgumentParser.error
+    argparse.ArgumentParser.error = _refuse  # type: ignore[assignment, method-assign]
     try:
-        main(*arguments)
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        main(*arguments, **keywords)
+    except (FloatingPointError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         if os.environ.get("SHIFTVIT_TRACEBACK") or not (isinstance(error, OSError) or _ours(error)):
             raise
-        print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
+        from tqdm import tqdm  # its bar may stand in the line
+
+        tqdm.write(_line(str(error)), file=sys.stderr)
         raise SystemExit(2) from None
+    except SystemExit as end:
+        raise SystemExit(_line(end.code) if isinstance(end.code, str) else end.code) from None
+    finally:
+        argparse.ArgumentParser.error = parsers_own  # type: ignore[method-assign]
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """In place of argparse's own, which prints on every process, and a usage of many lines before."""
+    raise ValueError(f"{message} (--help lists the flags)")
+
+
+def _line(message: str) -> str:
+    if rank := int(os.environ.get("RANK", 0)):
+        # what all processes meet, the first one says, and the launcher ends the others while they wait
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PATIENCE)
+        message = f"rank {rank}: {message}"
+    return f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
 
 
 def _ours(error: BaseException) -> bool:
-    """Whether a line of our own raised it."""
-    path = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
+    """Whether a statement ``raise`` of our own raised it; what Python or torch raise in our lines is a bug."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    path = Path(last.filename).resolve()
+    inside = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
+    return inside and (last.line or "").startswith("raise ")
 
 
 check_ours("common")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import shiftvit
 from common.publishing.convert import State, from_timm, main, move_merging, rename, to_timm, windowed_config
 
 __all__ = ["from_timm", "from_transformers", "timm_config", "to_timm", "to_transformers"]
@@ -73,4 +74,6 @@ def to_transformers(state_dict: State) -> State:
 
 
 if __name__ == "__main__":
-    main({"timm": from_timm, "transformers": from_transformers, "original": from_timm}, default_model="swinv2_tiny")
+    shiftvit.run(
+        main, {"timm": from_timm, "transformers": from_transformers, "original": from_timm}, default_model="swinv2_tiny"
+    )

@@ -1,8 +1,8 @@
 """SwinV2's rows of the paper: ``python swinv2/reproduce.py [--scale full|short|smoke] ...``"""
 
-import shiftvit  # noqa: F401, first: it says so where another 'common' hides ours
+import shiftvit  # first: it says so where another 'common' hides ours
 from common.training.reproduce import main
 from swinv2.recipes import RECIPES
 
 if __name__ == "__main__":
-    main(RECIPES, __doc__ or "")
+    shiftvit.run(main, RECIPES, __doc__ or "")

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import shiftvit
+
 from ..data.preprocess import PREPROCESSOR_NAME
 from ..models.hub import CONFIG_NAME, WEIGHTS_NAME
 from ..models.registry import PACKAGES, from_pretrained
@@ -138,4 +140,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)
