@@ -4,9 +4,9 @@
 
 A micro model learns digits on one CPU process. It is killed at random moments and resumed by ``--resume_from_checkpoint
 latest``; its disk is full; its directory is read-only; its newest checkpoint is torn; a second run comes in; a fresh
-one begins over it; it goes on with another accumulation and with two processes. At the end its weights must equal those
-of an undisturbed run to the bit (with another accumulation or number of processes: to rounding), or the refusal must
-say what to do. The exit status is 1 if one does not.
+one begins over it; it goes on with another accumulation and with two processes; a worker of its loader dies, and one of
+two processes. At the end its weights must equal those of an undisturbed run to the bit (with another accumulation or
+number of processes: to rounding), or the refusal must say what to do. The exit status is 1 if one does not.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from tqdm.auto import tqdm
 
@@ -39,6 +40,7 @@ from swin.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESUME = ("--resume_from_checkpoint", "latest")
+PATIENCE = 60.0  # seconds in which a run must end after one of its processes
 ROUNDING = 1e-4  # relative difference of the weights that another order of sums may make
 TORN = {
     "empty": lambda content: b"",
@@ -55,14 +57,14 @@ TORN = {
 class Soak:
     """A directory with an undisturbed run, and what it takes to start others."""
 
-    def __init__(self, directory: Path, kills: int, seed: int, drop_path: str = "0.1") -> None:
+    def __init__(self, directory: Path, kills: int, seed: int, *more: str, drop_path: str = "0.1") -> None:
         self.directory, self.kills, self.rng = directory, kills, random.Random(seed)
         self.steps = 40 + 8 * kills  # more than a run is let go between two kills
         directory.mkdir(exist_ok=True)
         load_data("digits")  # imports what every run needs, once for all
         self.flags = ["--model", "swin_micro", "--limit", "64", "--batch_size", "16", "--steps", str(self.steps),
                       "--checkpointing_steps", "1", "--eval_every", "5", "--metrics", "top1", "--report_to", "none",
-                      "--drop_path", drop_path, "--ema_decay", "0.9"]  # fmt: skip
+                      "--drop_path", drop_path, "--ema_decay", "0.9", *more]  # fmt: skip
         self.reference = directory / "undisturbed"
         self.finish(self.reference)
 
@@ -77,7 +79,7 @@ class Soak:
         for stream in (1, 2):
             os.dup2(said, stream)
         prepare()
-        train(RECIPES, "digits", None, [*self.flags, "--output_dir", str(output), *more])
+        shiftvit.run(train, RECIPES, "digits", None, [*self.flags, "--output_dir", str(output), *more])
 
     def said(self, output: Path) -> str:
         return output.with_suffix(".txt").read_text(errors="replace")
@@ -93,8 +95,8 @@ class Soak:
         process = self.start(output, *more, prepare=prepare)
         process.join()
         said = self.said(output)
-        assert process.exitcode == 1, f"not refused: ended with {process.exitcode}"
-        assert re.search(rf"^\w*Error: .*{message}", said, re.M), f"another refusal: {said[-500:]}"
+        assert process.exitcode == 2, f"not refused: ended with {process.exitcode}"
+        assert re.search(rf"error: .*{message}", said), f"another refusal: {said[-500:]}"
 
     def difference(self, output: Path) -> float:
         one, other = (load_file(path / "model.safetensors") for path in (self.reference, output))
@@ -103,9 +105,10 @@ class Soak:
         first, second = (torch.cat([state[name].double().flatten() for name in one]) for state in (one, other))
         return float((first - second).norm() / first.norm())
 
-    def equal(self, output: Path) -> None:
+    def equal(self, output: Path, within: float = 0.0) -> float:
         difference = self.difference(output)
-        assert difference == 0, f"weights differ by {difference:.1e} of their norm"
+        assert difference <= within, f"weights differ by {difference:.1e} of their norm"
+        return difference
 
     def half_way(self, name: str) -> Path:
         """A copy of the killed run's directory, in the middle of the run."""
@@ -201,9 +204,7 @@ def torn(soak: Soak) -> str:
 def two_runs(soak: Soak) -> str:
     output = soak.half_way("shared")
     first, begun = soak.start(output, *RESUME), steps(output)
-    while steps(output) < begun + 2:
-        assert first.is_alive()
-        time.sleep(0.01)
+    wait_for(output, begun + 2, first.is_alive)
     alias = soak.directory / "alias"
     alias.symlink_to(output)  # the same directory by another name
     soak.refused(alias, f"is in use by process {first.pid} .*choose another --output_dir", *RESUME)
@@ -224,16 +225,19 @@ def fresh_run(soak: Soak) -> str:
     return "refused; with --overwrite_output_dir the old one is set aside: same bits"
 
 
+def wait_for(output: Path, count: int, alive: Callable[[], bool]) -> None:
+    while steps(output) < count:
+        assert alive(), "the run has ended"
+        time.sleep(0.01)
+
+
 def without_drop_path(soak: Soak) -> Soak:
     """A short run, killed in the middle: parts of a batch draw other random numbers than the whole."""
     directory = soak.directory / "plain"
-    if directory.exists():
-        shutil.rmtree(directory)
+    shutil.rmtree(directory, ignore_errors=True)
     plain = Soak(directory, 0, 0, drop_path="0")
     process = plain.start(directory / "middle")
-    while steps(directory / "middle") < 10:
-        assert process.is_alive()
-        time.sleep(0.01)
+    wait_for(directory / "middle", 10, process.is_alive)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     return plain
@@ -243,28 +247,76 @@ def accumulation(soak: Soak) -> str:
     soak = without_drop_path(soak)
     output = soak.half_way("accumulated")
     soak.finish(output, *RESUME, "--gradient_accumulation_steps", "2")
-    difference = soak.difference(output)
-    assert difference < ROUNDING, f"weights differ by {difference:.1e} of their norm"
+    difference = soak.equal(output, ROUNDING)
     return f"goes on; weights differ by {difference:.1e} (no drop path)"
+
+
+def launch(soak: Soak, output: Path, *more: str) -> "subprocess.Popen[bytes]":
+    """A run on two processes."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+               "swin/train.py", *soak.flags, "--output_dir", str(output), *more]  # fmt: skip
+    with output.with_suffix(".txt").open("wb") as said:
+        return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                                stdout=said, stderr=said)  # fmt: skip
+
+
+def children(process: int | None) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 def processes(soak: Soak) -> str:
     soak = without_drop_path(soak)
     output = soak.half_way("distributed")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
-               "swin/train.py", *soak.flags, *RESUME, "--output_dir", str(output)]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "1 processes wrote" in done.stdout
-    difference = soak.difference(output)
-    assert difference < ROUNDING, f"weights differ by {difference:.1e} of their norm"
+    process = launch(soak, output, *RESUME)
+    assert process.wait() == 0, soak.said(output)[-2000:]
+    assert "1 processes wrote" in soak.said(output)
+    difference = soak.equal(output, ROUNDING)
     return f"goes on, and says that random numbers differ; weights differ by {difference:.1e} (no drop path)"
+
+
+def dead_worker(soak: Soak) -> str:
+    images = soak.directory / "images"
+    for number in range(64):
+        path = images / ("test" if number < 16 else "train") / str(number % 2)
+        path.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((33 + number % 3, 40), 99).save(path / f"{number}.png")  # of several sizes: for workers
+    soak = Soak(soak.directory / "large", 0, 0, "--data", str(images), "--dataloader_num_workers", "2")
+    output = soak.directory / "orphaned"
+    process = soak.start(output)
+    wait_for(output, 5, process.is_alive)
+    worker, begun = children(process.pid)[0], time.monotonic()
+    os.kill(worker, signal.SIGKILL)
+    process.join(PATIENCE)
+    assert process.exitcode == 2, f"a worker died, and the run ended with {process.exitcode}"
+    seconds = time.monotonic() - begun
+    assert f"error: worker {worker} of the loader is killed by signal: Killed" in soak.said(output)
+    soak.finish(output, *RESUME)
+    soak.equal(output)
+    return f"ends {seconds:.0f} s later, naming the worker; resumed: same bits"
+
+
+def dead_rank(soak: Soak) -> str:
+    soak = without_drop_path(soak)
+    output, longest = soak.directory / "bereft", 0.0
+    for rank in (0, 1):
+        process = launch(soak, output, *RESUME)
+        wait_for(output, steps(output) + 5, lambda process=process: process.poll() is None)  # type: ignore[misc]
+        ranks = [child for child in children(process.pid) if "train.py" in Path(f"/proc/{child}/cmdline").read_text()]
+        os.kill(ranks[rank], signal.SIGKILL)
+        begun = time.monotonic()
+        assert process.wait(PATIENCE), "the launcher ended as if nothing had happened"
+        longest = max(longest, time.monotonic() - begun)
+        assert f"Signal 9 (SIGKILL) received by PID {ranks[rank]}" in soak.said(output)
+        assert "[rank" not in soak.said(output), "the other process shows a traceback"
+    soak.finish(output, *RESUME)
+    difference = soak.equal(output, ROUNDING)
+    return f"ends up to {longest:.0f} s later, the launcher names the rank; resumed: weights differ by {difference:.1e}"
 
 
 DISTURBANCES = {"a full disk": full_disk, "a read-only directory": read_only, "torn checkpoints": torn,
                 "two runs in one directory": two_runs, "a fresh run over an old one": fresh_run,
-                "another accumulation": accumulation, "two processes": processes}  # fmt: skip
+                "another accumulation": accumulation, "two processes": processes, "a dead worker": dead_worker,
+                "a dead rank": dead_rank}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -275,8 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     rows, failed = [], False
-    total = args.kills + len(DISTURBANCES) + 1
-    with tempfile.TemporaryDirectory() as directory, tqdm(total=total, unit="disturbance") as bar:
+    bar = tqdm(total=args.kills + len(DISTURBANCES) + 1, unit="disturbance")
+    with tempfile.TemporaryDirectory() as directory, bar:
         soak = Soak(Path(directory), args.kills, args.seed)
         bar.update()
         for name, disturb in {"kills": killed, **DISTURBANCES}.items():

@@ -5,6 +5,7 @@ Our packages have common names. If ``common`` is another's, ``import shiftvit`` 
 
 import argparse
 import os
+import re
 import signal
 import sys
 import time
@@ -14,11 +15,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["check_ours", "run"]
+__all__ = ["check_ours", "death", "run"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("common", "cvt", "mvitv2", "scripts", "segmentation", "shiftvit", "swin", "swinv2")
-PATIENCE = 10.0  # seconds that a process waits for the first one to say what is wrong
+WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: \w+|exited unexpectedly)")
+PEER = re.compile(r"gloo.*(Connection closed|Connection reset|Broken pipe)|ncclRemoteError", re.I | re.S)
+PATIENCE = 5.0  # seconds that a process waits for the first one to say what is wrong
 
 
 def check_ours(package: str) -> None:
@@ -39,11 +42,12 @@ def run(main: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
     try:
         main(*arguments, **keywords)
     except (FloatingPointError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        if os.environ.get("SHIFTVIT_TRACEBACK") or not (isinstance(error, OSError) or _ours(error)):
+        other = death(error)
+        if os.environ.get("SHIFTVIT_TRACEBACK") or not (other or isinstance(error, OSError) or _ours(error)):
             raise
         from tqdm import tqdm  # its bar may stand in the line
 
-        tqdm.write(_line(str(error)), file=sys.stderr)
+        tqdm.write(_line(other or str(error)), file=sys.stderr)
         raise SystemExit(2) from None
     except SystemExit as end:
         raise SystemExit(_line(end.code) if isinstance(end.code, str) else end.code) from None
@@ -56,13 +60,28 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     raise ValueError(f"{message} (--help lists the flags)")
 
 
+def death(error: BaseException | None) -> str:
+    """What an error says of the death of a process that this one works with; empty if it comes of something else."""
+    said = ""
+    while error is not None:
+        if match := WORKER.search(str(error)):  # the first error in a chain knows the signal
+            why = ("the launcher ends all where one process is gone, and names it" if "Terminated" in match[2] else
+                   "out of memory? Try fewer --dataloader_num_workers")  # fmt: skip
+            said = f"worker {match[1]} of the loader {match[2]}: {why}"
+        elif not said and PEER.search(str(error)):
+            said = "another process of this run is gone: its launcher names it"
+        error = error.__cause__ or error.__context__
+    return said
+
+
 def _line(message: str) -> str:
+    line = f"{Path(sys.argv[0]).name}: error: "
     if rank := int(os.environ.get("RANK", 0)):
         # what all processes meet, the first one says, and the launcher ends the others while they wait
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PATIENCE)
-        message = f"rank {rank}: {message}"
-    return f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
+        line = f"\n{line}rank {rank}: "  # below the bar of the first
+    return line + " ".join(message.split())
 
 
 def _ours(error: BaseException) -> bool:

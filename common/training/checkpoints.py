@@ -15,6 +15,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from safetensors import SafetensorError
 
+from shiftvit import death
+
 from ..seeding import derive_seed
 
 __all__ = ["Progress", "latest_checkpoint", "load_checkpoint", "on_main", "read_checkpoint", "save_checkpoint",
@@ -61,6 +63,8 @@ def save_checkpoint(accelerator: Accelerator, root: Path, progress: Progress, id
                 final.rename(root / f".{final.name}.old")
             temporary.rename(final)
     except (OSError, RuntimeError, SafetensorError) as error:
+        if death(error):  # of a worker or another process, which may still write there
+            raise
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(f"could not write checkpoint {final} ({error}): free some disk space and resume with "
                       "--resume_from_checkpoint latest; earlier checkpoints are untouched") from error  # fmt: skip

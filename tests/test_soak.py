@@ -1,0 +1,50 @@
+"""Runs whose processes die, as ``scripts/soak.py`` disturbs them: they end soon, say who died, and can go on."""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from conftest import ROOT
+
+import shiftvit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "said"), [("a dead worker", "naming the worker; resumed: same bits"),
+                                            ("a dead rank", "the launcher names the rank; resumed")])  # fmt: skip
+def test_a_run_ends_with_its_processes(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """Lost otherwise: hours of a run that waits for a process that is gone, or advice to free disk space."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    script: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "soak.py"))
+    with capsys.disabled():  # what runs say goes to files of their own
+        assert said in script["DISTURBANCES"][name](script["Soak"](tmp_path, 0, 0))
+
+
+def test_deaths_are_told_from_other_errors() -> None:
+    error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    error.__cause__ = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    assert shiftvit.death(error).startswith("worker 7 of the loader is killed by signal: Killed: out of memory?")
+    ended = RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated. ")
+    assert "the launcher ends all where one process is gone" in shiftvit.death(ended)
+    peer = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5")
+    assert "another process of this run is gone" in shiftvit.death(peer)
+    for other in (OSError("Connection reset by peer"), BrokenPipeError(32, "Broken pipe"), ValueError("no")):
+        assert not shiftvit.death(other)  # of the Hub, of a pipe, of something else
+
+
+def test_a_worker_that_dies_while_a_checkpoint_is_written_is_no_full_disk(
+    tmp_path: Path, train_digits: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error comes wherever the run is. One of several processes must not remove what the others still write."""
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    monkeypatch.setattr(Accelerator, "save_state", killed)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        train_digits(tmp_path, "--checkpointing_steps", "2")
+    assert (tmp_path / "checkpoints" / ".step_00000002").is_dir()
