@@ -12,11 +12,9 @@ status is 1. A case has a number: (kind, seed) makes the same file again.
 """
 
 import argparse
-import contextlib
 import multiprocessing
 import os
 import random
-import resource
 import shutil
 import sys
 import tempfile
@@ -34,7 +32,7 @@ from tqdm.auto import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this tree, whatever is installed
 
-from spoilt import KINDS  # noqa: E402
+from spoilt import KINDS, little_memory  # noqa: E402
 
 import shiftvit  # noqa: E402
 from common.evaluation.tables import format_table  # noqa: E402
@@ -49,18 +47,6 @@ class Outcome(NamedTuple):
 
 
 # one case after another, in a process that may crash or hang
-
-
-@contextlib.contextmanager
-def little_memory(extra: int) -> Iterator[None]:
-    """Address space for ``extra`` bytes more than there are now."""
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (now + extra, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def attempt(kind: str, seed: int, directory: Path, memory: int) -> Outcome:

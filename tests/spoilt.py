@@ -8,12 +8,13 @@ import copy
 import io
 import json
 import random
+import resource
 import runpy
 import shutil
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,28 @@ from common.training.checkpoints import Progress, latest_checkpoint, load_checkp
 from segmentation.preprocess import ScenePreprocess
 
 ROOT = Path(__file__).resolve().parents[1]
+STATM = Path("/proc/self/statm")
 MODELS = [ROOT / "swin/checkpoints/a_swin_micro", ROOT / "swinv2/checkpoints/a_swinv2_micro",
           ROOT / "cvt/checkpoints/a_cvt_micro", ROOT / "mvitv2/checkpoints/a_mvitv2_micro",
           ROOT / "segmentation/checkpoints/upernet_a_swin_micro"]  # fmt: skip
 VALUES: list[Any] = [None, True, False, 0, 1, -1, 3, 2**31, 2**63, 10**30, 1e308, float("nan"), float("inf"), 0.5, "",
                      "x", "../../x", "\0", "é" * 999, "9" * 5000, [], {}, [[]], [1, 2], [0] * 99, {"a": {"b": [1]}},
                      [[[[[1]]]]], ["x", None], {"": 0}, {"size": 32}]  # fmt: skip
+
+
+@contextlib.contextmanager
+def little_memory(extra: int) -> Iterator[None]:
+    """Address space for ``extra`` bytes more than there are now: a large allocation fails, touched or not."""
+    if not STATM.exists():  # elsewhere than on Linux the files are loaded all the same, unmeasured
+        yield
+        return
+    now = int(STATM.read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + extra, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 # how files are spoilt

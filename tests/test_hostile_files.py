@@ -4,12 +4,10 @@ Who loads a model from the Hub loads what somebody else uploaded. If one of thes
 the memory, or end in a message that does not say what is wrong with the file.
 """
 
-import contextlib
 import json
 import pickle
-import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 from conftest import randomize
 from safetensors.torch import load_file, save_file
+from spoilt import STATM, little_memory
 
 from common import create_model, from_pretrained
 from common.evaluation.evaluate import load_for_evaluation
@@ -24,27 +23,11 @@ from common.models.hub import load_weights
 from segmentation.evaluation import load_for_evaluation as load_segmenter
 
 ROOT = Path(__file__).resolve().parents[1]
-STATM = Path("/proc/self/statm")
 ALLOWED = 2**28  # bytes that refusing a file may take
 
 
-@contextlib.contextmanager
-def little_memory() -> Iterator[None]:
-    """Address space for ``ALLOWED`` bytes more than there are now: a large allocation fails, touched or not."""
-    if not STATM.exists():  # elsewhere than on Linux the files are refused all the same, unmeasured
-        yield
-        return
-    now = int(STATM.read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (now + ALLOWED, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
 def refused(source: Path, message: str, load: Callable[..., Any] = from_pretrained, *arguments: Any) -> None:
-    with little_memory(), pytest.raises(ValueError, match=message) as error:
+    with little_memory(ALLOWED), pytest.raises(ValueError, match=message) as error:
         load(str(source), *arguments)
     assert len(str(error.value)) - len(str(source)) < 500
 
@@ -79,7 +62,7 @@ def test_the_guard_itself_notices_a_large_allocation() -> None:
     """Otherwise the tests below would promise more than they measure."""
     if not STATM.exists():
         pytest.skip("address space is limited through /proc, which this system does not have")
-    with little_memory(), pytest.raises((MemoryError, RuntimeError)):
+    with little_memory(ALLOWED), pytest.raises((MemoryError, RuntimeError)):
         torch.empty(4 * ALLOWED, dtype=torch.uint8)
 
 
@@ -116,7 +99,10 @@ BROKEN = {
 def test_broken_weights_are_refused(content: bytes, saved: Path) -> None:
     (saved / "model.safetensors").write_bytes(content)
     refused(saved, "model.safetensors is not a whole safetensors file")
-    with little_memory(), pytest.raises(ValueError, match="not a whole safetensors file"):  # as fine-tuning loads them
+    with (
+        little_memory(ALLOWED),
+        pytest.raises(ValueError, match="not a whole safetensors file"),
+    ):  # as fine-tuning loads them
         load_weights(create_model("a_swin_micro"), saved / "model.safetensors", may_differ="head.")
 
 
@@ -335,7 +321,7 @@ def test_good_files_still_load_in_as_little_memory(name: str, tmp_path: Path) ->
     extra |= {"backbone_args": {"depths": (2, 4), "sketch": 0}} if name.startswith("upernet") else {}
     model = randomize(create_model(name, **extra)).eval()
     model.save_pretrained(tmp_path)
-    with little_memory():
+    with little_memory(ALLOWED):
         loaded = from_pretrained(str(tmp_path))
     assert loaded.config == model.config
     x = torch.randn(2, 3, *model.img_size)  # type: ignore[misc]
