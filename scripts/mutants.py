@@ -1,16 +1,19 @@
 """Break the code on purpose, one line at a time, and see whether a test notices.
 
 ``python scripts/mutants.py``                    all mutants
-``python scripts/mutants.py --touched main``     those in files that differ from a revision
+``python scripts/mutants.py --touched main``     those in files that differ from a revision, or whose tests do
+``python scripts/mutants.py --touched HEAD~3 --budget 240``     as many of them as there is time for
 ``python scripts/mutants.py --only NaN "best model"``     those whose name holds one of these
 ``python scripts/mutants.py --list``             the table, and no run
 
 The mutants lie in ``tests/mutants/*.toml``: a file, a text that it holds once, what takes its place, and the tests that
 must fail then. Each is applied to a copy of the tree. Before, all these tests must pass without any. The exit status is
-1 if a mutant survives, no longer applies, or has tests that do not run.
+1 if a mutant survives, no longer applies, or has tests that do not run; one that ``--budget`` leaves no time for does
+not count.
 """
 
 import argparse
+import math
 import multiprocessing
 import os
 import shutil
@@ -28,9 +31,11 @@ import pytest
 from tqdm.auto import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
+NO_TIME = "no time"
 LIBRARIES = ("accelerate", "huggingface_hub", "matplotlib.figure", "pyarrow.parquet", "sklearn.datasets", "timm",
              "torchvision", "transformers")  # fmt: skip
 POLL = 0.05  # seconds
+CHUNK = 8  # mutants whose tests first run without any: the fewer, the sooner a budget sees one caught
 
 
 @dataclass(frozen=True)
@@ -66,49 +71,71 @@ def load(root: Path = ROOT) -> list[Mutant]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="mutants whose name or area holds one of these")
-    parser.add_argument("--touched", metavar="REV", help="mutants in files that differ from this revision")
+    parser.add_argument("--touched", metavar="REV", help="mutants of what differs from this revision")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds, after which no mutant is begun")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (%(default)s)")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for one mutant (%(default)s)")
     args = parser.parse_args(arguments)
-    mutants = chosen(load(), args.only, args.touched)
-    outcomes = dict.fromkeys(mutants, "not run")
+    deadline = time.monotonic() + args.budget
+    mutants = chosen(load(), args.only, touched_files(args.touched) if args.touched else None)
+    outcomes = dict.fromkeys(mutants, "not run" if args.list else NO_TIME)
     if not args.list and mutants:
         os.environ["HF_HUB_OFFLINE"] = "1"  # before any import: no test may depend on a network
         for library in LIBRARIES:  # once, for all that are forked: most of a short test is imports
             __import__(library)
-        with tempfile.TemporaryDirectory() as directory:
-            outcomes = run_all(mutants, Path(directory), args.jobs, args.timeout)
+        size = CHUNK if args.budget < math.inf else len(mutants)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:  # what is killed may still write
+            for i in range(0, len(mutants), size):
+                if time.monotonic() < deadline:
+                    place = Path(directory) / str(i)
+                    outcomes |= run_all(mutants[i : i + size], place, args.jobs, args.timeout, deadline)
     from common.evaluation.tables import format_table  # only now: the forked processes import trees of their own
 
     rows = [{"mutant": m.name, "file": m.file, "outcome": outcome} for m, outcome in outcomes.items()]
     print(format_table(rows))
     caught = sum(outcome.startswith("caught") for outcome in outcomes.values())
-    print(f"{len(rows)} mutants" + ("" if args.list else f", {caught} caught"))
-    raise SystemExit(not args.list and caught < len(rows))
+    left = sum(outcome == NO_TIME for outcome in outcomes.values())
+    said = f"{len(rows)} mutants" if rows else "no mutant is in what was asked for"
+    print(said + ("" if args.list or not rows else f", {caught} caught, no time for {left}"))
+    raise SystemExit(not args.list and caught + left < len(rows))
 
 
-def chosen(mutants: Iterable[Mutant], only: Sequence[str] | None, touched: str | None) -> list[Mutant]:
-    if touched:
-        command = ["git", "diff", "--name-only", touched, "--"]
-        files = set(subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout.split())
-        mutants = [m for m in mutants if m.file in files]
+def touched_files(revision: str, root: Path = ROOT) -> set[str]:
+    """Files that differ from a revision; in a clone too young or too shallow for it, those of the last commit."""
+    for words in (["diff", "--name-only", revision, "--"], ["show", "--name-only", "--format=", "HEAD"]):
+        done = subprocess.run(["git", *words], cwd=root, text=True, capture_output=True, check=False)
+        if not done.returncode:
+            return set(done.stdout.splitlines())
+        print(f"git {' '.join(words)}: {done.stderr.strip().splitlines()[0]}")
+    return set()
+
+
+def chosen(mutants: Iterable[Mutant], only: Sequence[str] | None, touched: set[str] | None) -> list[Mutant]:
+    """Mutants by name, and by what was touched: their file, or one of their tests, which may no longer notice."""
+    if touched is not None:
+        mutants = [m for m in mutants if touched & {m.file, *(f"tests/{test.split('::')[0]}" for test in m.tests)}]
+        mutants.sort(key=lambda m: m.file not in touched)  # first those in code that is new
     return [m for m in mutants if not only or any(word in (m.area, m.name) or word in m.name for word in only)]
 
 
-def run_all(mutants: Sequence[Mutant], directory: Path, jobs: int, timeout: float) -> dict[Mutant, str]:
+def run_all(mutants: Sequence[Mutant], directory: Path, jobs: int, timeout: float,
+            deadline: float = math.inf) -> dict[Mutant, str]:  # fmt: skip
     """What became of each mutant. A tree per job, in which one mutant follows another."""
     trees = [copy_tree(directory / f"tree{i}") for i in range(min(jobs, len(mutants)))]
     tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
     print(f"{len(tests)} tests without a mutant")
     process = start(trees[0], [*tests])
-    process.join()
+    process.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+    if process.is_alive():
+        process.kill()
+        return dict.fromkeys(mutants, NO_TIME)
     if process.exitcode:
         raise SystemExit(f"tests fail without any mutant:\n{(trees[0] / 'output.txt').read_text()[-3000:]}")
-    outcomes, waiting, running = dict.fromkeys(mutants, "not run"), list(mutants), {}
+    outcomes, waiting, running = dict.fromkeys(mutants, NO_TIME), list(mutants), {}
     with tqdm(total=len(mutants), unit="mutant") as bar:
-        while waiting or running:
-            if waiting and trees:
+        while (waiting and time.monotonic() < deadline) or running:
+            if waiting and trees and time.monotonic() < deadline:
                 mutant, tree = waiting.pop(0), trees.pop()
                 try:
                     mutant.apply(tree)
@@ -122,10 +149,12 @@ def run_all(mutants: Sequence[Mutant], directory: Path, jobs: int, timeout: floa
             time.sleep(POLL)
             for mutant, (process, tree, since) in list(running.items()):
                 seconds = time.monotonic() - since
-                if process.is_alive() and seconds < timeout:
+                early = process.is_alive() and seconds < timeout
+                if early and time.monotonic() < deadline:
                     continue
-                outcomes[mutant] = judge(process, seconds)
-                if not outcomes[mutant].startswith("caught"):
+                outcome = judge(process, seconds)
+                outcomes[mutant] = NO_TIME if early else outcome
+                if not outcomes[mutant].startswith(("caught", NO_TIME)):
                     bar.write(f"{mutant.name}: {outcomes[mutant]}")
                 mutant.undo(tree)
                 del running[mutant]
