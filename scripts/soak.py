@@ -274,13 +274,33 @@ def processes(soak: Soak) -> str:
     return f"goes on, and says that random numbers differ; weights differ by {difference:.1e} (no drop path)"
 
 
-def dead_worker(soak: Soak) -> str:
+def with_workers(soak: Soak) -> Soak:
+    """Runs that decode images in workers: they have several sizes."""
     images = soak.directory / "images"
     for number in range(64):
         path = images / ("test" if number < 16 else "train") / str(number % 2)
         path.mkdir(parents=True, exist_ok=True)
-        Image.effect_noise((33 + number % 3, 40), 99).save(path / f"{number}.png")  # of several sizes: for workers
-    soak = Soak(soak.directory / "large", 0, 0, "--data", str(images), "--dataloader_num_workers", "2")
+        Image.effect_noise((33 + number % 3, 40), 99).save(path / f"{number}.png")
+    return Soak(soak.directory / "large", 0, 0, "--data", str(images), "--dataloader_num_workers", "2")
+
+
+def ended_job(soak: Soak) -> str:
+    soak = with_workers(soak)
+    output = soak.directory / "ended"
+    process = soak.start(output)
+    wait_for(output, 5, process.is_alive)
+    for number in [*children(process.pid), process.pid]:  # a cluster tells all of them
+        os.kill(number or 0, signal.SIGTERM)
+    process.join(PATIENCE)
+    assert process.exitcode == 0, f"the run ended with {process.exitcode}: {soak.said(output)[-500:]}"
+    assert "stopped by signal; go on with" in soak.said(output)
+    soak.finish(output, *RESUME)
+    soak.equal(output)
+    return "writes a checkpoint and ends; resumed: same bits"
+
+
+def dead_worker(soak: Soak) -> str:
+    soak = with_workers(soak)
     output = soak.directory / "orphaned"
     process = soak.start(output)
     wait_for(output, 5, process.is_alive)
@@ -315,7 +335,8 @@ def dead_rank(soak: Soak) -> str:
 
 DISTURBANCES = {"a full disk": full_disk, "a read-only directory": read_only, "torn checkpoints": torn,
                 "two runs in one directory": two_runs, "a fresh run over an old one": fresh_run,
-                "another accumulation": accumulation, "two processes": processes, "a dead worker": dead_worker,
+                "another accumulation": accumulation, "two processes": processes,
+                "SIGTERM to a run and its workers": ended_job, "a dead worker": dead_worker,
                 "a dead rank": dead_rank}  # fmt: skip
 
 

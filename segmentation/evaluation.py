@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from common.data.preprocess import PREPROCESSOR_NAME
+from common.data.workers import outlive_sigterm
 from common.evaluation.flags import count
 from common.evaluation.metrics import (
     circular_pixel_agreement,
@@ -57,7 +58,12 @@ def evaluate(model: Model, split: PixelSplit, preprocess: ScenePreprocess, metri
     split = split.prepared(preprocess).to(accelerator.device)
     in_memory = isinstance(split, Scenes)
     loader = accelerator.prepare(
-        DataLoader(split, batch_size=batch_size if in_memory else 1, num_workers=0 if in_memory else workers)
+        DataLoader(
+            split,
+            batch_size=batch_size if in_memory else 1,
+            num_workers=0 if in_memory else workers,
+            worker_init_fn=outlive_sigterm,
+        )  # fmt: skip
     )
     classes = len(split.classes)
     matrix = torch.zeros(classes, classes, dtype=torch.long, device=accelerator.device)

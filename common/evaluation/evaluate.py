@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from ..data.preprocess import PREPROCESSOR_NAME, Preprocess, check_finite
 from ..data.sources import load_data, shown
 from ..data.splits import Arrays, Split
+from ..data.workers import outlive_sigterm
 from ..models.hub import embedded, resolve_file
 from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
 from .flags import count
@@ -47,7 +48,8 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Prepro
     parsed = {name: parse_metric(name) for name in metrics}
     split = split.prepared(preprocess).to(accelerator.device)
     workers = 0 if isinstance(split, Arrays) else workers
-    loader = accelerator.prepare(DataLoader(split, batch_size=batch_size, num_workers=workers))
+    loader = accelerator.prepare(DataLoader(split, batch_size=batch_size, num_workers=workers,
+                                            worker_init_fn=outlive_sigterm))  # fmt: skip
     right = {name: torch.zeros((), dtype=torch.long, device=accelerator.device) for name in metrics}
     counted = torch.zeros((), dtype=torch.long, device=accelerator.device)
     for batch in tqdm(loader, desc="evaluate", leave=False, disable=not (progress and accelerator.is_main_process)):

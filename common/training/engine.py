@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 
 from ..data.splits import Arrays, EpochSampler
 from ..data.streaming import Stream
+from ..data.workers import outlive_sigterm
 from ..evaluation.plots import plot_curves
 from ..evaluation.tables import format_table, write_json
 from ..models.hub import HubModel
@@ -229,6 +230,7 @@ def _loader(job: Task, recipe: BaseRecipe, options: RunOptions, accelerator: Acc
     workers = 0 if isinstance(split, Arrays) else options.dataloader_num_workers
     settings: dict[str, Any] = {"batch_size": recipe.batch_size // ways, "drop_last": True, "num_workers": workers,
                                 "pin_memory": workers > 0 and accelerator.device.type == "cuda",
+                                "worker_init_fn": outlive_sigterm,
                                 "generator": torch.Generator()}  # fmt: skip
     # a generator of its own: a loader draws a number whenever it begins, and a resumed one begins once more
     if isinstance(split, Stream):

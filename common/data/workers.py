@@ -1,0 +1,21 @@
+"""Workers of a loader where a cluster ends a job: it sends SIGTERM to every process, but the run needs its workers
+until it has come to a checkpoint."""
+
+import os
+import signal
+from threading import Thread
+
+__all__ = ["outlive_sigterm"]
+
+
+def outlive_sigterm(worker: int) -> None:
+    """A loader's ``worker_init_fn``: a worker ends by a SIGTERM of its own parent, and by no other."""
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        Thread(target=_wait_for, args=(os.getppid(),), daemon=True).start()
+
+
+def _wait_for(parent: int) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        pass
+    os._exit(0)
