@@ -18,6 +18,7 @@ from common.publishing.cards import model_card
 from common.publishing.manifest import training_runs
 from segmentation.inference import pictures
 from segmentation.preprocess import ScenePreprocess
+from shiftvit.page.move import Outcome, draw_card
 
 NAMES = ("cat", "china <b>", "flower")
 
@@ -65,12 +66,11 @@ def test_evaluation_says_where_classes_differ(trained: Path) -> None:
 
 
 def test_the_page_shows_names_and_no_markup() -> None:
-    app = runpy.run_path(str(ROOT / "scripts" / "app.py"))
-    outcome = app["Outcome"](torch.tensor([0.1, 0.8, 0.1]), torch.tensor([0.1, 0.8, 0.1]), [], True)
-    card = app["draw_card"]("adaptive", outcome, NAMES)
+    outcome = Outcome(torch.tensor([0.1, 0.8, 0.1]), torch.tensor([0.1, 0.8, 0.1]), [], True)
+    card = draw_card("adaptive", outcome, NAMES)
     assert '<div class="label">china &lt;b&gt;</div>' in card
     assert "<span>cat</span>" in card
-    assert '<div class="label">1</div>' in app["draw_card"]("adaptive", outcome)
+    assert '<div class="label">1</div>' in draw_card("adaptive", outcome)
 
 
 def test_cards_list_names() -> None:

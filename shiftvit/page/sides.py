@@ -1,0 +1,76 @@
+"""What the page compares, and on what: the two models, images of its own, files of strangers."""
+
+import base64
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from common import from_pretrained
+from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.sources import decode_image
+from common.data.splits import load_digits_data
+from common.models.classifier import Classifier
+from common.models.hub import resolve_file
+
+__all__ = ["MAX_PIXELS", "Side", "draw_pixels", "fit", "load_examples", "load_sides", "read_upload"]
+
+MAX_PIXELS = 25_000_000  # of an image, by its header: a small file may unfold to gigabytes
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two models, its name on the page, and how its images are normalised."""
+
+    title: str
+    model: Classifier
+    preprocess: Preprocess
+
+
+def load_sides(default: str, adaptive: str) -> tuple[Side, Side]:
+    """Both models, from directories or Hub repositories, without and with anchors whatever their config says."""
+    sides = []
+    for title, source in (("default", default), ("adaptive", adaptive)):
+        model = from_pretrained(source, adaptive=title == "adaptive")
+        if not isinstance(model, Classifier):
+            raise ValueError(f"{source} holds a {type(model).__name__}: give a classifier")
+        sides.append(Side(title, model, Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))))
+    left, right = ((side.preprocess.size, side.model.num_classes) for side in sides)
+    if left != right:
+        raise ValueError(f"the default model has (size, classes) {left}, the adaptive one {right}: give two models of "
+                         "one size for the same classes")  # fmt: skip
+    return sides[0], sides[1]
+
+
+def fit(pixels: np.ndarray, preprocess: Preprocess) -> Tensor:
+    """An image (h, w, 3) of any size -> (1, 3, H, W) uint8, resized and cropped as the model takes it."""
+    height, width = preprocess.canvas_size
+    image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+    return preprocess.crop(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None])
+
+
+def load_examples(preprocess: Preprocess) -> list[Tensor]:
+    """A held-out digit of each class."""
+    _, test = load_digits_data()
+    first = [int((test.labels == label).nonzero()[0]) for label in range(len(test.classes))]
+    return [fit(test.images[i].permute(1, 2, 0).numpy(), preprocess) for i in first]
+
+
+def read_upload(content: bytes, preprocess: Preprocess) -> Tensor:
+    """A stranger's file -> (1, 3, H, W) uint8, or a ValueError that says what is wrong with it."""
+    try:
+        return fit(decode_image(content, MAX_PIXELS), preprocess)
+    except Exception as error:  # decoders fail in many ways
+        reason = "unknown format" if isinstance(error, UnidentifiedImageError) else str(error).rstrip(".")
+        raise ValueError(f"This file cannot be shown ({reason}). Choose a whole PNG, JPEG, WebP or BMP image of at "
+                         f"most {MAX_PIXELS // 10**6} million pixels.") from None  # fmt: skip
+
+
+def draw_pixels(image: Tensor, alt: str) -> str:
+    """(1, 3, H, W) uint8 as an image inside the page itself: no file on the server, no further request."""
+    buffer = io.BytesIO()
+    Image.fromarray(image[0].permute(1, 2, 0).numpy()).save(buffer, "PNG")
+    return f'<img alt="{alt}" src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'

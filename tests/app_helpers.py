@@ -1,0 +1,114 @@
+"""What the tests of the page share: its models and images, files of strangers, a server, a browser."""
+
+import io
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from PIL import Image
+
+from shiftvit.page.sides import load_examples, load_sides
+
+SCRIPT = ROOT / "scripts" / "app.py"
+DEFAULT, ADAPTIVE = (str(ROOT / "swin" / "checkpoints" / name) for name in ("swin_micro", "a_swin_micro"))
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SIDES = load_sides(DEFAULT, ADAPTIVE)
+EXAMPLES = load_examples(SIDES[0].preprocess)
+
+
+def png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of a few bytes that claims to unfold to side x side pixels."""
+    chunks = ((b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(bytes(999))),
+              (b"IEND", b""))  # fmt: skip
+    parts = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+             for kind, data in chunks)  # fmt: skip
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@contextmanager
+def serving(directory: Path) -> Iterator[str]:
+    """The page as people start it, on a free port."""
+    pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
+    pytest.importorskip("playwright", reason="the page is tested with playwright: pip install playwright")
+    if CHROMIUM is None:
+        pytest.skip("the page is tested in Chromium, and none is on the path: apt-get install chromium")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+                   "GRADIO_TEMP_DIR": str(directory)}  # fmt: skip
+    process = subprocess.Popen([sys.executable, str(SCRIPT), "--port", port], env=environment, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    try:
+        lines = []
+        for line in process.stdout or ():  # ends where the process does
+            lines.append(line)
+            if "http://" in line:
+                break
+        else:
+            pytest.fail(f"the server did not start: {''.join(lines)}")
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+@contextmanager
+def browsing(address: str, directory: Path) -> Iterator[tuple[Any, list[str]]]:
+    """The loaded page, and what it did that it should not: errors, requests to others. A failure leaves a picture, in
+    $SCREENSHOT_DIR if set."""
+    from playwright.sync_api import sync_playwright
+
+    directory = Path(os.environ.get("SCREENSHOT_DIR", directory))
+    options = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+               "--disable-component-update", "--disable-sync"]  # fmt: skip
+    root = ["--no-sandbox"] if os.geteuid() == 0 else []  # as root, Chromium does not start otherwise
+    wrong: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options + root)
+        page = browser.new_page(viewport={"width": 1360, "height": 900})
+        page.set_default_timeout(60_000)  # a busy machine takes its time
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda request: wrong.append(request.url) if not is_local(request.url, address) else None)
+        try:
+            page.goto(address)
+            page.wait_for_selector("body[data-keys=ready] .card >> nth=1")
+            yield page, wrong
+        except BaseException:
+            directory.mkdir(parents=True, exist_ok=True)
+            page.screenshot(path=directory / "page.png", full_page=True)
+            print(f"the page when it failed: {directory / 'page.png'}")
+            raise
+        finally:
+            browser.close()
+
+
+def is_local(url: str, address: str) -> bool:
+    return url.startswith((address, "data:", "blob:"))
+
+
+def cards(page: Any, shift: tuple[int, int]) -> list[str]:
+    """The text of both cards, once they show ``shift``."""
+    page.wait_for_selector(f'.cards[data-shift="{shift[0]},{shift[1]}"]')
+    return page.locator(".card").all_inner_texts()
+
+
+def labels(page: Any) -> list[str]:
+    return [card.get_attribute("data-label") for card in page.locator(".card").all()]
