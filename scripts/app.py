@@ -19,11 +19,24 @@ from shiftvit.page.sides import load_sides
 CHECKPOINTS = Path(swin.__file__).parent / "checkpoints"
 
 
+def find_links(args: argparse.Namespace) -> dict[str, str]:
+    """Addresses that are known: of the code, and the cards of models that come from the Hub."""
+    links = {"code": args.code_url} if args.code_url else {}
+    for title in ("default", "adaptive"):
+        source = getattr(args, title)
+        if source.count("/") == 1 and not Path(source).exists():
+            links[f"card of the {title} model"] = f"https://huggingface.co/{source}"
+    if wrong := [url for url in links.values() if not url.startswith("https://")]:
+        raise ValueError(f"{wrong[0]} is not an address that begins with https://")
+    return links
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--default", default=str(CHECKPOINTS / "swin_micro"), help="directory or Hub id")
     parser.add_argument("--adaptive", default=str(CHECKPOINTS / "a_swin_micro"),
                         help="directory or Hub id; the default model's own serves too")  # fmt: skip
+    parser.add_argument("--code_url", help="where the code can be read: a link below the title")
     parser.add_argument("--port", type=int, default=7860)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 shows the page to the network")
     args = parser.parse_args()
@@ -33,7 +46,7 @@ def main() -> None:
         import gradio  # noqa: F401
     except ImportError as error:
         raise SystemExit(f"the page needs gradio ({error}): pip install 'shift-equivariant-vits[app]'") from None
-    page = build_page(load_sides(args.default, args.adaptive))
+    page = build_page(load_sides(args.default, args.adaptive), find_links(args))
     serve(page, args.host, args.port)
     print(f"http://{args.host}:{args.port} (stop with Ctrl-C)", flush=True)
     page.block_thread()

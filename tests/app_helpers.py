@@ -24,7 +24,7 @@ SCRIPT = ROOT / "scripts" / "app.py"
 DEFAULT, ADAPTIVE = (str(ROOT / "swin" / "checkpoints" / name) for name in ("swin_micro", "a_swin_micro"))
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SIDES = load_sides(DEFAULT, ADAPTIVE)
-EXAMPLES = load_examples(SIDES[0].preprocess)
+EXAMPLES = load_examples(SIDES[0])
 
 
 def png(pixels: np.ndarray) -> bytes:
@@ -71,19 +71,19 @@ def serving(directory: Path) -> Iterator[str]:
 
 
 @contextmanager
-def browsing(address: str, directory: Path) -> Iterator[tuple[Any, list[str]]]:
+def browsing(address: str, directory: Path, **options: Any) -> Iterator[tuple[Any, list[str]]]:
     """The loaded page, and what it did that it should not: errors, requests to others. A failure leaves a picture, in
-    $SCREENSHOT_DIR if set."""
+    $SCREENSHOT_DIR if set. ``options`` are those of a browser's page."""
     from playwright.sync_api import sync_playwright
 
     directory = Path(os.environ.get("SCREENSHOT_DIR", directory))
-    options = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    flags = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
                "--disable-component-update", "--disable-sync"]  # fmt: skip
     root = ["--no-sandbox"] if os.geteuid() == 0 else []  # as root, Chromium does not start otherwise
     wrong: list[str] = []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options + root)
-        page = browser.new_page(viewport={"width": 1360, "height": 900})
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags + root)
+        page = browser.new_page(**{"viewport": {"width": 1360, "height": 900}, **options})
         page.set_default_timeout(60_000)  # a busy machine takes its time
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: wrong.append(request.url) if not is_local(request.url, address) else None)
@@ -104,11 +104,11 @@ def is_local(url: str, address: str) -> bool:
     return url.startswith((address, "data:", "blob:"))
 
 
-def cards(page: Any, shift: tuple[int, int]) -> list[str]:
+def cards(page: Any, shift: tuple[int, int], kind: str = "circular") -> list[str]:
     """The text of both cards, once they show ``shift``."""
-    page.wait_for_selector(f'.cards[data-shift="{shift[0]},{shift[1]}"]')
-    return page.locator(".card").all_inner_texts()
+    page.wait_for_selector(f'#move-panels .cards[data-shift="{shift[0]},{shift[1]},{kind}"]')
+    return page.locator("#move-panels .card").all_inner_texts()
 
 
 def labels(page: Any) -> list[str]:
-    return [card.get_attribute("data-label") for card in page.locator(".card").all()]
+    return [card.get_attribute("data-label") for card in page.locator("#move-panels .card").all()]

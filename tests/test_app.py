@@ -5,21 +5,25 @@ import re
 import runpy
 import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from app_helpers import ADAPTIVE, DEFAULT, EXAMPLES, SCRIPT, SIDES, bomb, png
+from sklearn.datasets import load_sample_images
 from torch import Tensor
 
 from common import from_pretrained
 from common.data.preprocess import Preprocess
 from common.shifts import roll
 from shiftvit.page.build import build_page
-from shiftvit.page.move import BARS, Outcome, draw, draw_card, examine
-from shiftvit.page.sides import Side, load_sides, read_upload
+from shiftvit.page.move import BARS, Outcome, choose_opening, draw, draw_card, examine, move_pixels
+from shiftvit.page.sides import Side, fit, load_examples, load_sides, misfit, read_upload
 from swin import Swin
 
 SHIFTS = [(1, 0), (0, 1), (2, 3), (-3, 2), (4, 4), (-12, 2), (8, -8), (15, 15), (-16, -16), (31, -33)]
@@ -87,12 +91,65 @@ def test_cards_say_what_was_found() -> None:
     assert found == [("default", default, "changed", "no"), ("adaptive", adaptive, "kept", "yes")]
     assert re.findall(r"largest ([\d.]+)", cards)[2:] == ["0", "0"]
     assert f"<span>{100 * float(outcomes[0].moved.max()):.1f}</span>" in cards
+    said = re.findall(r'<div class="(yes|no)"><b>(\w+)</b> (.*?) <small>([\d.]+) % sure</small>', picture)
+    assert [words[:3] for words in said] == [("no", "default", f"0 → {default}"), ("yes", "adaptive", "0")]
+    assert [words[3] for words in said] == [f"{100 * float(outcome.moved.max()):.1f}" for outcome in outcomes]
+    assert re.findall(r'class="label">(.*?)</div><p class="sure">([\d.]+) %', cards) == [words[2:] for words in said]
+
+
+def test_the_page_opens_where_the_models_differ() -> None:
+    """Else a visitor sees two equal cards, and leaves."""
+    index, dx, dy = choose_opening(SIDES[0], EXAMPLES)
+    default, adaptive = (examine(side, EXAMPLES[index], dx, dy) for side in SIDES)
+    assert default.still.argmax() == index != default.moved.argmax()
+    assert default.moved.max() > 0.9
+    assert adaptive.moved.argmax() == index
+
+
+def test_standard_shifts_lose_what_leaves() -> None:
+    """Else people take a roll for a camera that moves. What came in has no error: nothing was there before."""
+    image = EXAMPLES[3]
+    moved = move_pixels(image, 10, -3, "standard", (0, 0, 0))
+    assert torch.equal(moved[..., :-3, 10:], image[..., 3:, :-10])
+    assert not moved[..., -3:, :].any()
+    assert not moved[..., :10].any()
+    outcome = examine(SIDES[1], image, 10, -3, "standard")
+    expected = SIDES[1].model(SIDES[1].preprocess.evaluate(moved)).softmax(1)[0]
+    assert torch.equal(outcome.moved, expected)
+    assert not outcome.identical  # ink has left
+    for error in outcome.errors:
+        assert error[-3:].isnan().all()
+        assert error[:, :10].isnan().all()
+        assert not error[:-3, 10:].isnan().any()
+    assert "nan" not in draw_card("adaptive", outcome, SIDES[1].names)
+    assert examine(SIDES[1], image, 2, 1, "standard").identical  # all ink is still there
+
+
+def test_an_image_that_does_not_fit_the_model_says_so() -> None:
+    """Else people laugh at a model of digits that takes a temple for a 7."""
+    photograph = fit(load_sample_images().images[0], SIDES[0].preprocess)
+    grey = photograph.float().mean(1, keepdim=True).expand(-1, 3, -1, -1).byte()
+    for strange in (photograph, grey, 255 - EXAMPLES[3], torch.zeros_like(photograph)):
+        assert "does not look like a light digit on dark ground" in misfit(strange, SIDES[0])
+        assert misfit(strange, SIDES[0]) in draw(SIDES, strange, 1, 2)[0]
+    assert not any(misfit(image, SIDES[0]) for image in EXAMPLES)
+    assert "note" not in draw(SIDES, EXAMPLES[0], 1, 2)[0]
+    other: Any = SimpleNamespace(class_names=("cat", "dog"))  # not of digits: it gets photographs, and takes them
+    side = Side("default", other, SIDES[0].preprocess)
+    assert not misfit(photograph, side)
+    images = load_examples(side)
+    assert {image.shape for image in images} == {(1, 3, 32, 32)}
+    assert all(misfit(image, SIDES[0]) for image in images)
 
 
 def test_many_classes_give_few_bars() -> None:
     """Else a model of ImageNet's classes gets a page of a thousand bars."""
     probabilities = torch.rand(1000).softmax(0)
-    card = draw_card("default", Outcome(probabilities, probabilities.roll(1), [torch.zeros(8, 8)], False))
+    card = draw_card(
+        "default",
+        Outcome(probabilities, probabilities.roll(1), [torch.zeros(8, 8)], False),
+        list(map(str, range(1000))),
+    )
     assert 5 <= card.count("<i style") <= BARS
     assert card.count('class="bar top"') == 1
 
@@ -141,3 +198,24 @@ def test_no_image_is_dropped_while_another_is_drawn() -> None:
     events = [event for event in build_page(SIDES).config["dependencies"] if event["backend_fn"]]
     assert len(events) == 5  # a slider moves; an example is chosen, then drawn; a file is uploaded, then drawn
     assert {event["trigger_mode"] for event in events} == {"always_last", "multiple"}  # "once" is the one that drops
+
+
+def test_the_page_says_what_it_is_and_links_only_what_is_known() -> None:
+    """Else nobody knows what they look at, or follows a link to nowhere."""
+    pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
+
+    def title(links: dict[str, str]) -> str:
+        components = build_page(SIDES, links).config["components"]
+        return next(each["props"]["value"] for each in components if each["props"].get("elem_id") == "title")
+
+    assert re.findall(r'href="(.*?)"', title({})) == ["https://arxiv.org/abs/2305.16316"]
+    assert re.search("<h1>[^<]*vision transformer[^<]*shift-equivariant[^<]*</h1>", title({}))
+    script = runpy.run_path(str(SCRIPT))
+    found = script["find_links"](Namespace(default="owner/name", adaptive=ADAPTIVE, code_url="https://code.test/a?b&c"))
+    assert found == {
+        "code": "https://code.test/a?b&c",
+        "card of the default model": "https://huggingface.co/owner/name",
+    }
+    assert 'href="https://code.test/a?b&amp;c"' in title(found)
+    with pytest.raises(ValueError, match="javascript:alert.* is not an address that begins with https://"):
+        script["find_links"](Namespace(default=DEFAULT, adaptive=ADAPTIVE, code_url="javascript:alert(1)"))

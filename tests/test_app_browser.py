@@ -6,19 +6,47 @@ from typing import Any
 
 import pytest
 from app_helpers import EXAMPLES, SIDES, bomb, browsing, cards, labels, png, serving
+from sklearn.datasets import load_sample_images
 from torch import Tensor
 
-from shiftvit.page.move import examine
+from shiftvit.page.move import choose_opening, examine
 from shiftvit.page.sides import draw_pixels
 
 
 @pytest.mark.slow
 def test_a_person_can_use_the_page(tmp_path: Path) -> None:
     """Else there is no page. One test, for a server takes long to start."""
-    with serving(tmp_path / "gradio") as address, browsing(address, tmp_path) as (page, wrong):
-        move_by_slider_and_keys(page)
-        choose_and_upload(page)
-        assert wrong == []
+    with serving(tmp_path / "gradio") as address:
+        with browsing(address, tmp_path) as (page, wrong):
+            opens_moved(page)
+            move_by_slider_and_keys(page)
+            choose_and_upload(page)
+            drag_both_kinds(page)
+            assert wrong == []
+        phone = dict(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, color_scheme="dark")
+        with browsing(address, tmp_path, **phone) as (page, wrong):
+            use_a_phone(page)
+            assert wrong == []
+
+
+def opens_moved(page: Any) -> None:
+    """The difference is there at first sight, in light colours."""
+    index, dx, dy = choose_opening(SIDES[0], EXAMPLES)
+    default, adaptive = cards(page, (dx, dy))
+    assert f"{index} →" in default
+    assert "label changed" in default
+    assert "label kept" in adaptive
+    assert brightness(page) > 200
+    page.locator("#move-examples button").nth(0).click()
+    page.locator("#move-reset").click()
+    cards(page, (0, 0))
+    page.wait_for_selector('#move-panels .card[data-label="0"] >> nth=1')
+
+
+def brightness(page: Any) -> float:
+    """Of the ground of the page, 0 to 255."""
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
 
 
 def move_by_slider_and_keys(page: Any) -> None:
@@ -26,9 +54,9 @@ def move_by_slider_and_keys(page: Any) -> None:
     assert labels(page) == ["0", "0"]
     start = cards(page, (0, 0))
     assert all("bit-identical: yes" in text for text in start)
-    still = page.locator("#view img").get_attribute("src")
+    still = page.locator("#move-view img").get_attribute("src")
 
-    slider = page.locator("#dx input[type=range]")
+    slider = page.locator("#move-dx input[type=range]")
     box = slider.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.mouse.down()
@@ -40,7 +68,7 @@ def move_by_slider_and_keys(page: Any) -> None:
     assert "bit-identical: no" in default
     assert default != start[0]
     assert adaptive == start[1]
-    assert page.locator("#view img").get_attribute("src") != still
+    assert page.locator("#move-view img").get_attribute("src") != still
 
     page.keyboard.press("ArrowDown")  # the dx slider has the focus and must not take it for its own
     page.keyboard.press("ArrowDown")
@@ -59,9 +87,9 @@ def move_by_slider_and_keys(page: Any) -> None:
     for _ in range(5):
         page.keyboard.press("ArrowLeft")
     assert cards(page, (15, 2))[1] == start[1]  # out on the left, in on the right
-    page.locator("#dx input[type=number]").fill("")  # a box being typed in is no error
+    page.locator("#move-dx input[type=number]").fill("")  # a box being typed in is no error
     cards(page, (0, 2))
-    page.locator("#reset").click()
+    page.locator("#move-reset").click()
     assert cards(page, (0, 0)) == start
 
 
@@ -70,9 +98,9 @@ def choose_and_upload(page: Any) -> None:
 
     def shows(image: Tensor) -> None:
         source = re.search(r'src="(.*)"', draw_pixels(image, "")).group(1)  # type: ignore[union-attr]
-        page.wait_for_selector(f'#view img[src="{source}"]')
+        page.wait_for_selector(f'#move-view img[src="{source}"]')
 
-    page.locator("#examples button").nth(7).click()
+    page.locator("#move-examples button").nth(7).click()
     shows(EXAMPLES[7])
     page.keyboard.press("ArrowUp")
     cards(page, (0, -1))
@@ -85,4 +113,52 @@ def choose_and_upload(page: Any) -> None:
     shows(EXAMPLES[7].roll(-1, 2))
     own = png(EXAMPLES[3][0].permute(1, 2, 0).numpy())
     page.locator("input[type=file]").set_input_files({"name": "own.png", "mimeType": "image/png", "buffer": own})
-    shows(EXAMPLES[3].roll(-1, 2))
+    shows(EXAMPLES[3])  # a new image begins in place
+    cards(page, (0, 0))
+    assert page.locator(".note").count() == 0
+    photograph = png(load_sample_images().images[0])
+    page.locator("input[type=file]").set_input_files({"name": "own.png", "mimeType": "image/png", "buffer": photograph})
+    page.get_by_text("This does not look like a light digit").wait_for()
+
+
+def drag_both_kinds(page: Any) -> None:
+    """With the mouse, across the border: a circular shift comes back, a standard one stops there."""
+    page.locator("#move-examples button").nth(3).click()
+    page.locator(".note").wait_for(state="detached")
+    page.locator("#move-reset").click()
+    start = cards(page, (0, 0))
+    box = page.locator("#move-view .picture").bounding_box()
+    pixel = box["width"] / 32
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    for kind, (right, down), then in (("circular", (5, -3), (5, -3)), ("circular", (12, 0), (-15, -3)),
+                                      ("standard", (-20, 1), (-16, -2))):  # fmt: skip
+        page.locator("#move-kind").get_by_text(kind, exact=True).click()
+        page.mouse.move(x, y)
+        page.mouse.down()
+        page.mouse.move(x + right * pixel, y + down * pixel, steps=4)
+        page.mouse.up()
+        default, adaptive = cards(page, then, kind)
+        assert default != start[0]
+        assert (adaptive == start[1]) == (kind == "circular")
+    page.mouse.move(x, y)  # a button that is up drags nothing
+    cards(page, then, kind)
+
+
+def use_a_phone(page: Any) -> None:
+    """Both verdicts stand beside the image, in dark colours, and a finger drags it without scrolling the page."""
+    box = page.locator("#move-view .picture").bounding_box()
+    for verdict in page.locator("#move-view .verdicts div").all():
+        place = verdict.bounding_box()
+        assert place["x"] >= box["x"] + box["width"]
+        assert box["y"] <= place["y"] <= place["y"] + place["height"] <= min(844, box["y"] + box["height"])
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert brightness(page) < 60
+    page.locator("#move-reset").tap()
+    cards(page, (0, 0))
+    touch = page.context.new_cdp_session(page)
+    x, y, pixel = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, box["width"] / 32
+    for kind, by in (("touchStart", 0), ("touchMove", -2), ("touchMove", -6), ("touchEnd", None)):
+        points = [] if by is None else [{"x": x, "y": y + by * pixel}]
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    cards(page, (0, -6))
+    assert page.evaluate("window.scrollY") == 0

@@ -56,7 +56,7 @@ def post(address: str, content: bytes, kind: str = "application/json") -> tuple[
 def test_the_queue_has_an_end(busy: tuple[str, threading.Event, int]) -> None:
     """Else one visitor with a loop keeps all others from the page: 300 jobs waited, and nobody was refused."""
     address, go_on, redraw = busy
-    job = json.dumps({"data": [None, 1, 2], "fn_index": redraw, "session_hash": "someone"}).encode()
+    job = json.dumps({"data": [None, 1, 2, "circular"], "fn_index": redraw, "session_hash": "someone"}).encode()
     with ThreadPoolExecutor(20) as pool:  # at once: none may slip in before others are counted
         answers = list(pool.map(lambda _: post(f"{address}/queue/join", job), range(40)))
     codes = Counter(code for code, _ in answers)

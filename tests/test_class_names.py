@@ -3,7 +3,9 @@
 import json
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from common.publishing.manifest import training_runs
 from segmentation.inference import pictures
 from segmentation.preprocess import ScenePreprocess
 from shiftvit.page.move import Outcome, draw_card
+from shiftvit.page.sides import Side
 
 NAMES = ("cat", "china <b>", "flower")
 
@@ -70,7 +73,9 @@ def test_the_page_shows_names_and_no_markup() -> None:
     card = draw_card("adaptive", outcome, NAMES)
     assert '<div class="label">china &lt;b&gt;</div>' in card
     assert "<span>cat</span>" in card
-    assert '<div class="label">1</div>' in draw_card("adaptive", outcome)
+    assert ">china &lt;b&gt; → flower<" in draw_card("default", replace(outcome, moved=torch.eye(3)[2]), NAMES)
+    nameless: Any = SimpleNamespace(class_names=(), num_classes=3)
+    assert Side("default", nameless, nameless).names == ("0", "1", "2")
 
 
 def test_cards_list_names() -> None:

@@ -2,6 +2,7 @@
 
 import html
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,91 +10,73 @@ from torch import Tensor
 
 from common.publishing.quotas import Quotas
 
-from .move import SCALE, draw
-from .sides import Side, draw_pixels, load_examples, read_upload
+from .controls import EVERY, QUIET, build_mover, build_strip
+from .move import SCALE, choose_opening, draw
+from .sides import Side, load_examples, read_upload
 
-__all__ = ["build_page", "serve"]
+__all__ = ["PAPER", "build_page", "serve"]
 
 # what one stranger, or all of them, may ask of the page
 MAX_BYTES = 2**24  # of a file
 JOBS_PER_CLIENT, JOBS = 8, 64  # that wait or run
 
 HERE = Path(__file__).resolve().parent
-CHOOSE = """element.addEventListener("click", (event) => {
-  const chosen = event.target.closest("button");
-  if (chosen) trigger("select", {index: Number(chosen.dataset.index), value: null});
-});"""
-INTRO = """# Move the image
-Use the sliders or the **arrow keys**: what leaves the image on one side comes back on the other. Both models have
-the same architecture; the adaptive one anchors its tokens."""
+PAPER = "https://arxiv.org/abs/2305.16316"
+TITLE = "Move an image: a default vision transformer changes its answer, its shift-equivariant twin keeps it"
+MOVE = """Drag the image, or use the **arrow keys** or the sliders. Both models have the same architecture; the adaptive
+one anchors its tokens to the image. Under circular shifts it gives the same answer, to the last bit."""
 LEGEND = f"""Bars: probabilities in percent; an orange mark is where the bar ends before the image moves. Token errors:
 how far each token has gone from what it was in place, in units of a typical token; black is 0, the brightest {SCALE} or
-more. The embedded models know light digits on dark ground."""
+more, grey what came in with a standard shift."""
+DIGITS = " The models know light digits on dark ground."
 
 
-def build_page(sides: tuple[Side, Side]) -> Any:
-    """The page as gradio blocks: all that is shown comes from ``draw``; the buttons that the arrow keys press move the
-    sliders in the browser, and whatever moves a slider redraws."""
+def build_page(sides: tuple[Side, Side], links: Mapping[str, str] | None = None) -> Any:
+    """The page; ``links`` are shown below the title, by name."""
     import gradio as gr
-
-    preprocess = sides[0].preprocess
-    height, width = preprocess.size
-    examples = load_examples(preprocess)
-    quiet: dict[str, Any] = dict(show_progress="hidden", api_visibility="private")
-
-    def redraw(image: Tensor, dx: float, dy: float) -> tuple[str, str]:
-        return draw(sides, image, int(dx), int(dy))
-
-    def choose(event: gr.SelectData) -> Tensor:
-        return examples[event.index]
-
-    def upload(content: bytes, image: Tensor) -> Tensor:
-        try:
-            return read_upload(content, preprocess)
-        except ValueError as error:
-            gr.Warning(html.escape(str(error)), duration=30)
-            return image
 
     with gr.Blocks(title="Shift-equivariant vision transformers", fill_width=True, analytics_enabled=False,
                    delete_cache=(600, 600)) as page:  # fmt: skip
-        gr.Markdown(INTRO)
-        image = gr.State(examples[0])
-        picture, cards = draw(sides, examples[0], 0, 0)
-        with gr.Row():
-            with gr.Column(scale=2, min_width=280):
-                view = gr.HTML(picture, elem_id="view")
-                dx, dy = (
-                    gr.Slider(-(side // 2), side - side // 2 - 1, 0, step=1, label=label, elem_id=name, buttons=[])
-                    for name, label, side in (("dx", "dx: right", width), ("dy", "dy: down", height))
-                )
-                with gr.Row():
-                    for name, sign, right, down in (("left", "◀", -1, 0), ("up", "▲", 0, -1), ("reset", "reset", 0, 0),
-                                                    ("down", "▼", 0, 1), ("right", "▶", 1, 0)):  # fmt: skip
-                        to = f"{step('dx', right, width)}, {step('dy', down, height)}" if right or down else "0, 0"
-                        button = gr.Button(sign, elem_id=name, min_width=20, size="sm")
-                        button.click(None, [dx, dy], [dx, dy], js=f"(dx, dy) => [{to}]", **quiet)
-                own = gr.UploadButton("Upload an image", type="binary", file_types=["image"], size="sm")
-            with gr.Column(scale=5, min_width=320):
-                buttons = (f'<button data-index="{i}">{draw_pixels(example, f"example {i}")}</button>'
-                           for i, example in enumerate(examples))  # fmt: skip
-                strip = gr.HTML("".join(buttons), js_on_load=CHOOSE, elem_id="examples")
-                panels = gr.HTML(cards, elem_id="panels")
-                gr.Markdown(LEGEND)
-        checked = f"(image, dx, dy) => [image, {step('dx', 0, width)}, {step('dy', 0, height)}]"
-        follow: dict[str, Any] = dict(fn=redraw, inputs=[image, dx, dy], outputs=[view, panels], js=checked, **quiet)
-        gr.on([dx.change, dy.change], trigger_mode="always_last", **follow)
-        every: dict[str, Any] = dict(trigger_mode="multiple")  # else what comes while one is drawn is dropped
-        strip.select(choose, None, image, **every, **quiet).then(**every, **follow)
-        own.upload(upload, [own, image], image, **every, **quiet).then(**every, **follow)
+        shown = (f'<a href="{html.escape(url)}" target="_blank" rel="noopener">{html.escape(name)}</a>'
+                 for name, url in {"paper": PAPER, **(links or {})}.items())  # fmt: skip
+        gr.HTML(f"<h1>{TITLE}</h1><nav>{' · '.join(shown)}</nav>", elem_id="title")
+        with gr.Tabs(), gr.Tab("move"):
+            build_move(sides)
         page.load(None, js=(HERE / "page.js").read_text())
     return page
 
 
-def step(name: str, by: int, side: int) -> str:
-    """JavaScript: a slider's value moved by ``by``, back on the other side as the image is. Whatever was typed beside
-    the slider (nothing, a fraction, too much) becomes a shift."""
-    half = side // 2
-    return f"((Math.round({name}) || 0) % {side} + {by + half + side}) % {side} - {half}"
+def build_move(sides: tuple[Side, Side]) -> None:
+    import gradio as gr
+
+    preprocess, examples = sides[0].preprocess, load_examples(sides[0])
+    start, dx, dy = choose_opening(sides[0], examples)
+
+    def redraw(image: Tensor, dx: float, dy: float, kind: str) -> tuple[str, str]:
+        return draw(sides, image, int(dx), int(dy), kind)
+
+    def choose(event: gr.SelectData) -> Tensor:
+        return examples[chosen(event)]
+
+    def upload(content: bytes) -> tuple[Tensor, int, int]:
+        try:
+            return read_upload(content, preprocess), 0, 0  # a new image begins in place
+        except ValueError as error:
+            raise gr.Error(html.escape(str(error)), duration=30) from None
+
+    image = gr.State(examples[start])
+    picture, cards = draw(sides, examples[start], dx, dy)
+    with gr.Row():
+        with gr.Column(scale=2, min_width=280):
+            mover = build_mover("move", picture, preprocess.size, dx, dy)
+            own = gr.UploadButton("Upload an image", type="binary", file_types=["image"], size="sm")
+        with gr.Column(scale=5, min_width=320):
+            strip, chosen = build_strip("move", examples)
+            panels = gr.HTML(cards, elem_id="move-panels")
+            gr.Markdown(MOVE + "\n\n" + LEGEND + (DIGITS if sides[0].knows_digits else ""))
+    follow = mover.follow(redraw, image, [mover.view, panels])
+    strip.select(choose, None, image, **EVERY, **QUIET).then(**follow)
+    own.upload(upload, own, [image, mover.dx, mover.dy], **EVERY, **QUIET).success(**follow)
 
 
 def count_jobs(page: Any) -> Counter[str]:

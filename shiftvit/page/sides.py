@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
+from sklearn.datasets import load_sample_images
 from torch import Tensor
 
 from common import from_pretrained
@@ -16,8 +17,10 @@ from common.data.splits import load_digits_data
 from common.models.classifier import Classifier
 from common.models.hub import resolve_file
 
-__all__ = ["MAX_PIXELS", "Side", "draw_pixels", "fit", "load_examples", "load_sides", "read_upload"]
+__all__ = ["MAX_PIXELS", "Side", "draw_pixels", "fit", "load_examples", "load_sides", "misfit", "read_upload"]
 
+DIGITS = tuple(map(str, range(10)))
+COLOURLESS = 8  # levels between the channels of a pixel, on average, up to which an image counts as grey
 MAX_PIXELS = 25_000_000  # of an image, by its header: a small file may unfold to gigabytes
 
 
@@ -28,6 +31,15 @@ class Side:
     title: str
     model: Classifier
     preprocess: Preprocess
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the classes, in the order of the outputs; their numbers where nobody named them."""
+        return self.model.class_names or tuple(map(str, range(self.model.num_classes)))
+
+    @property
+    def knows_digits(self) -> bool:
+        return self.model.class_names == DIGITS
 
 
 def load_sides(default: str, adaptive: str) -> tuple[Side, Side]:
@@ -52,11 +64,29 @@ def fit(pixels: np.ndarray, preprocess: Preprocess) -> Tensor:
     return preprocess.crop(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None])
 
 
-def load_examples(preprocess: Preprocess) -> list[Tensor]:
-    """A held-out digit of each class."""
-    _, test = load_digits_data()
-    first = [int((test.labels == label).nonzero()[0]) for label in range(len(test.classes))]
-    return [fit(test.images[i].permute(1, 2, 0).numpy(), preprocess) for i in first]
+def load_examples(side: Side) -> list[Tensor]:
+    """For models of digits a held-out digit of each class, for others cuts of scikit-learn's two photographs."""
+    if side.knows_digits:
+        _, test = load_digits_data()
+        first = [int((test.labels == label).nonzero()[0]) for label in range(len(test.classes))]
+        pixels = [test.images[i].permute(1, 2, 0).numpy() for i in first]
+    else:
+        photographs = load_sample_images().images  # wider than high
+        pixels = [photo[:, left : left + len(photo)] for photo in photographs for left in (0, 100, 200)]
+    return [fit(each, side.preprocess) for each in pixels]
+
+
+def misfit(image: Tensor, side: Side) -> str:
+    """A sentence where an image (1, 3, H, W), uint8, is not what the model was trained on; else nothing."""
+    if not side.knows_digits:
+        return ""
+    levels = image.float()
+    grey = float((levels.amax(1) - levels.amin(1)).mean()) <= COLOURLESS
+    dark = float((levels.mean(1) < 64).float().mean())  # of the held-out digits: 0.67 to 0.82
+    if grey and 0.5 <= dark <= 0.97:
+        return ""
+    return ("This does not look like a light digit on dark ground, and these models know nothing else: "
+            "their labels mean little here.")  # fmt: skip
 
 
 def read_upload(content: bytes, preprocess: Preprocess) -> Tensor:
