@@ -158,8 +158,8 @@ def test_uploads_are_fitted_or_refused() -> None:
     """Else a person's own image is changed on its way, or a hostile file fills the server's memory."""
     preprocess = SIDES[0].preprocess
     pixels = EXAMPLES[3][0].permute(1, 2, 0).numpy()
-    assert torch.equal(read_upload(png(pixels), preprocess), EXAMPLES[3])
-    assert read_upload(png(np.zeros((50, 90, 3), np.uint8)), preprocess).shape == (1, 3, 32, 32)
+    assert torch.equal(fit(read_upload(png(pixels)), preprocess), EXAMPLES[3])
+    assert fit(read_upload(png(np.zeros((50, 90, 3), np.uint8))), preprocess).shape == (1, 3, 32, 32)
     for content, reason in (
         (bomb(6_000), "6000 x 6000 pixels, more than 25,000,000"),
         (bomb(60_000), "exceeds"),
@@ -168,7 +168,7 @@ def test_uploads_are_fitted_or_refused() -> None:
         (b"", "unknown format"),
     ):
         with pytest.raises(ValueError, match=reason):
-            read_upload(content, preprocess)
+            read_upload(content)
 
 
 def test_models_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
@@ -196,8 +196,11 @@ def test_no_image_is_dropped_while_another_is_drawn() -> None:
     """Else, where drawing takes long, the page goes on showing an image that is not the last one chosen."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
     events = [event for event in build_page(SIDES).config["dependencies"] if event["backend_fn"]]
-    assert len(events) == 5  # a slider moves; an example is chosen, then drawn; a file is uploaded, then drawn
+    # In tab move a slider moves; an example is chosen, then drawn; a file is uploaded, then drawn. In tab pan an
+    # example is chosen or a file uploaded.
+    assert len(events) == 5 + 2
     assert {event["trigger_mode"] for event in events} == {"always_last", "multiple"}  # "once" is the one that drops
+    assert all(event["queue"] is not False for event in events)  # beside the queue there are no quotas
 
 
 def test_the_page_says_what_it_is_and_links_only_what_is_known() -> None:

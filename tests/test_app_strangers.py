@@ -20,7 +20,7 @@ from PIL import Image
 
 from common.publishing.quotas import Quotas
 from shiftvit.page import build
-from shiftvit.page.sides import read_upload
+from shiftvit.page.sides import fit, read_upload
 
 
 @pytest.fixture
@@ -117,9 +117,9 @@ def test_a_small_file_takes_little_memory() -> None:
 
     def refused() -> None:
         with pytest.raises(ValueError, match="9400 x 9400 pixels, more than 25,000,000"):
-            read_upload(small, SIDES[0].preprocess)
+            read_upload(small)
 
     small, fine = flat(9_400, "1"), flat(4_900, "LA")
     assert len(small) < 20_000
     assert taken(refused) < 16  # nothing is decoded
-    assert taken(lambda: read_upload(fine, SIDES[0].preprocess)) < 600
+    assert taken(lambda: fit(read_upload(fine), SIDES[0].preprocess)) < 600

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from sklearn.datasets import load_sample_images
 from torch import Tensor
 
 from common.publishing.quotas import Quotas
 
 from .controls import EVERY, QUIET, build_mover, build_strip
 from .move import SCALE, choose_opening, draw
-from .sides import Side, load_examples, read_upload
+from .pan import REACH_DIGITS, REACH_PHOTOGRAPHS, digit_scene, draw_pan, glide, photograph_scene
+from .sides import Side, fit, load_examples, read_upload
 
 __all__ = ["PAPER", "build_page", "serve"]
 
@@ -20,6 +23,7 @@ __all__ = ["PAPER", "build_page", "serve"]
 MAX_BYTES = 2**24  # of a file
 JOBS_PER_CLIENT, JOBS = 8, 64  # that wait or run
 
+FILE: dict[str, Any] = dict(type="binary", file_types=["image"], size="sm")
 HERE = Path(__file__).resolve().parent
 PAPER = "https://arxiv.org/abs/2305.16316"
 TITLE = "Move an image: a default vision transformer changes its answer, its shift-equivariant twin keeps it"
@@ -28,6 +32,8 @@ one anchors its tokens to the image. Under circular shifts it gives the same ans
 LEGEND = f"""Bars: probabilities in percent; an orange mark is where the bar ends before the image moves. Token errors:
 how far each token has gone from what it was in place, in units of a typical token; black is 0, the brightest {SCALE} or
 more, grey what came in with a standard shift."""
+PAN = """A window glides over a larger picture, as a camera does: what leaves it is gone, what enters is new. Here no
+model can be exact, but an answer should not hang on a step of one pixel. Choose a picture, or upload a large one."""
 DIGITS = " The models know light digits on dark ground."
 
 
@@ -40,8 +46,11 @@ def build_page(sides: tuple[Side, Side], links: Mapping[str, str] | None = None)
         shown = (f'<a href="{html.escape(url)}" target="_blank" rel="noopener">{html.escape(name)}</a>'
                  for name, url in {"paper": PAPER, **(links or {})}.items())  # fmt: skip
         gr.HTML(f"<h1>{TITLE}</h1><nav>{' · '.join(shown)}</nav>", elem_id="title")
-        with gr.Tabs(), gr.Tab("move"):
-            build_move(sides)
+        with gr.Tabs():
+            with gr.Tab("move"):
+                build_move(sides)
+            with gr.Tab("pan"):
+                build_pan(sides)
         page.load(None, js=(HERE / "page.js").read_text())
     return page
 
@@ -59,17 +68,14 @@ def build_move(sides: tuple[Side, Side]) -> None:
         return examples[chosen(event)]
 
     def upload(content: bytes) -> tuple[Tensor, int, int]:
-        try:
-            return read_upload(content, preprocess), 0, 0  # a new image begins in place
-        except ValueError as error:
-            raise gr.Error(html.escape(str(error)), duration=30) from None
+        return fit(opened(content), preprocess), 0, 0  # a new image begins in place
 
     image = gr.State(examples[start])
     picture, cards = draw(sides, examples[start], dx, dy)
     with gr.Row():
         with gr.Column(scale=2, min_width=280):
             mover = build_mover("move", picture, preprocess.size, dx, dy)
-            own = gr.UploadButton("Upload an image", type="binary", file_types=["image"], size="sm")
+            own = gr.UploadButton("Upload an image", **FILE)
         with gr.Column(scale=5, min_width=320):
             strip, chosen = build_strip("move", examples)
             panels = gr.HTML(cards, elem_id="move-panels")
@@ -77,6 +83,48 @@ def build_move(sides: tuple[Side, Side]) -> None:
     follow = mover.follow(redraw, image, [mover.view, panels])
     strip.select(choose, None, image, **EVERY, **QUIET).then(**follow)
     own.upload(upload, own, [image, mover.dx, mover.dy], **EVERY, **QUIET).success(**follow)
+
+
+def build_pan(sides: tuple[Side, Side]) -> None:
+    import gradio as gr
+
+    preprocess, digits = sides[0].preprocess, sides[0].knows_digits
+    photographs = load_sample_images().images
+    examples = load_examples(sides[0]) if digits else [fit(photo, preprocess) for photo in photographs]
+
+    def over_example(index: int) -> str:
+        if digits:
+            return draw_pan(sides, glide(sides, digit_scene(examples, index), REACH_DIGITS, index))
+        return over_photograph(photographs[index])
+
+    def over_photograph(pixels: np.ndarray) -> str:
+        return draw_pan(sides, glide(sides, photograph_scene(pixels, preprocess.size), REACH_PHOTOGRAPHS))
+
+    def choose(event: gr.SelectData) -> str:
+        return over_example(chosen(event))
+
+    def upload(content: bytes) -> str:
+        return over_photograph(opened(content))
+
+    with gr.Row():
+        with gr.Column(scale=5, min_width=320):
+            panel = gr.HTML(over_example(0), elem_id="pan-panel")
+        with gr.Column(scale=1, min_width=280):
+            strip, chosen = build_strip("pan", examples)
+            own = gr.UploadButton("Upload a large picture", **FILE)
+            gr.Markdown(PAN)
+    strip.select(choose, None, panel, **EVERY, **QUIET)
+    own.upload(upload, own, panel, **EVERY, **QUIET)
+
+
+def opened(content: bytes) -> np.ndarray:
+    """A stranger's image, or a sentence on the page that says what is wrong with it."""
+    import gradio as gr
+
+    try:
+        return read_upload(content)
+    except ValueError as error:
+        raise gr.Error(html.escape(str(error)), duration=30) from None
 
 
 def count_jobs(page: Any) -> Counter[str]:

@@ -9,7 +9,7 @@
 
   const buttons = {ArrowLeft: "left", ArrowRight: "right", ArrowUp: "up", ArrowDown: "down"};
   window.addEventListener("keydown", (event) => {
-    const typing = event.target.closest?.("input:not([type=range]), textarea, select, [role=tab], [contenteditable=true]");
+    const typing = event.target.closest?.("input:not([type=range], [type=radio]), textarea, select, [role=tab]");
     if (!(event.key in buttons) || typing || event.altKey || event.ctrlKey || event.metaKey) return;
     const all = [...document.querySelectorAll(`[id$="-${buttons[event.key]}"]`)];
     const button = all.find((each) => each.offsetParent);  // of the tab that is open
@@ -38,6 +38,37 @@
     document.getElementById(`${drag.tab}-drag`).click();
   });
   for (const end of ["pointerup", "pointercancel"]) window.addEventListener(end, () => { drag = null; });
+
+  // The tab pan: everything of a frame hangs on --x, --y and --t; the words come with the frames.
+  const show = (pan, index) => {
+    if (pan.source !== pan.dataset.frames) pan.frames = JSON.parse(pan.source = pan.dataset.frames);  // another picture
+    const frames = pan.frames, frame = frames[index];
+    pan.index = index;
+    for (const [name, value] of [["--x", frame[0]], ["--y", frame[1]], ["--t", index / (frames.length - 1)]])
+      pan.style.setProperty(name, value);
+    pan.querySelector(".time").value = index;
+    pan.querySelectorAll(".verdicts > div").forEach((verdict, model) => {
+      const [name, sure, right] = frame.slice(2 + 3 * model);
+      verdict.querySelector(".now").textContent = name;
+      verdict.querySelector(".sure").textContent = sure;
+      verdict.classList.toggle("yes", right);
+      verdict.classList.toggle("no", !right);
+    });
+  };
+  let playing = !matchMedia("(prefers-reduced-motion: reduce)").matches;
+  setInterval(() => {
+    for (const pan of document.querySelectorAll(".pan")) {
+      pan.querySelector(".play").textContent = playing ? "pause" : "play";
+      if (pan.source !== pan.dataset.frames) show(pan, 0);
+      else if (playing && pan.offsetParent) show(pan, (pan.index + 1) % pan.frames.length);
+    }
+  }, 90);
+  document.addEventListener("click", (event) => { if (event.target.closest?.(".pan .play")) playing = !playing; });
+  document.addEventListener("input", (event) => {
+    if (!event.target.matches?.(".pan .time")) return;
+    playing = false;
+    show(event.target.closest(".pan"), Number(event.target.value));
+  });
 
   document.body.dataset.keys = "ready";
 }

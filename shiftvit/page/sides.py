@@ -89,10 +89,10 @@ def misfit(image: Tensor, side: Side) -> str:
             "their labels mean little here.")  # fmt: skip
 
 
-def read_upload(content: bytes, preprocess: Preprocess) -> Tensor:
-    """A stranger's file -> (1, 3, H, W) uint8, or a ValueError that says what is wrong with it."""
+def read_upload(content: bytes) -> np.ndarray:
+    """A stranger's file -> (h, w, 3) uint8, or a ValueError that says what is wrong with it."""
     try:
-        return fit(decode_image(content, MAX_PIXELS), preprocess)
+        return decode_image(content, MAX_PIXELS)
     except Exception as error:  # decoders fail in many ways
         reason = "unknown format" if isinstance(error, UnidentifiedImageError) else str(error).rstrip(".")
         raise ValueError(f"This file cannot be shown ({reason}). Choose a whole PNG, JPEG, WebP or BMP image of at "
