@@ -1,10 +1,13 @@
 """A page to see it on: move an image, and watch what a default and an adaptive model make of it, side by side.
 
-Choose a digit or upload an image; drag it with the sliders or the arrow keys. For each model the page shows the
+In the tab *move* an image follows mouse, finger, arrow keys and sliders. For each model the page shows the label, the
 probabilities, whether the logits are bit-identical to those in place, and how far every token has strayed from what it
-was in place. It needs gradio (``pip install 'shift-equivariant-vits[app]'``) and no network: the models are embedded,
-and the page asks nobody but its own server. On ``--host 0.0.0.0`` strangers are held to quotas: bytes of a file, pixels
-of an image, jobs in the queue (413 and 429 otherwise).
+was in place. In *pan* a window glides over a larger picture, and the probabilities are curves over time. In
+*segmentation* a scene moves, and the pixels are marked whose label changed. Images can be uploaded.
+
+The page needs gradio (``pip install 'shift-equivariant-vits[app]'``) and no network: the models are embedded, and the
+page asks nobody but its own server. On ``--host 0.0.0.0`` strangers are held to quotas: bytes of a file, pixels of an
+image, jobs in the queue (413 and 429 otherwise).
 """
 
 import argparse
@@ -14,6 +17,7 @@ from pathlib import Path
 import shiftvit
 import swin
 from shiftvit.page.build import build_page, serve
+from shiftvit.page.masks import load_segmenters
 from shiftvit.page.sides import load_sides
 
 CHECKPOINTS = Path(swin.__file__).parent / "checkpoints"
@@ -36,6 +40,8 @@ def main() -> None:
     parser.add_argument("--default", default=str(CHECKPOINTS / "swin_micro"), help="directory or Hub id")
     parser.add_argument("--adaptive", default=str(CHECKPOINTS / "a_swin_micro"),
                         help="directory or Hub id; the default model's own serves too")  # fmt: skip
+    parser.add_argument("--segmenter", default="upernet_a_swin_micro", help="adaptive UperNet for digit scenes")
+    parser.add_argument("--default_segmenter", help="default UperNet; without it, the adaptive one's weights serve")
     parser.add_argument("--code_url", help="where the code can be read: a link below the title")
     parser.add_argument("--port", type=int, default=7860)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 shows the page to the network")
@@ -46,7 +52,8 @@ def main() -> None:
         import gradio  # noqa: F401
     except ImportError as error:
         raise SystemExit(f"the page needs gradio ({error}): pip install 'shift-equivariant-vits[app]'") from None
-    page = build_page(load_sides(args.default, args.adaptive), find_links(args))
+    segmenters = load_segmenters(args.default_segmenter or args.segmenter, args.segmenter)
+    page = build_page(load_sides(args.default, args.adaptive), segmenters, find_links(args))
     serve(page, args.host, args.port)
     print(f"http://{args.host}:{args.port} (stop with Ctrl-C)", flush=True)
     page.block_thread()

@@ -18,12 +18,15 @@ import pytest
 from conftest import ROOT
 from PIL import Image
 
+from shiftvit.page.masks import load_segmenters
 from shiftvit.page.sides import load_examples, load_sides
 
 SCRIPT = ROOT / "scripts" / "app.py"
 DEFAULT, ADAPTIVE = (str(ROOT / "swin" / "checkpoints" / name) for name in ("swin_micro", "a_swin_micro"))
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SIDES = load_sides(DEFAULT, ADAPTIVE)
+SEGMENTER = str(ROOT / "segmentation" / "checkpoints" / "upernet_a_swin_micro")
+SEGMENTERS = load_segmenters(SEGMENTER, SEGMENTER)
 EXAMPLES = load_examples(SIDES[0])
 
 

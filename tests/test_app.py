@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from app_helpers import ADAPTIVE, DEFAULT, EXAMPLES, SCRIPT, SIDES, bomb, png
+from app_helpers import ADAPTIVE, DEFAULT, EXAMPLES, SCRIPT, SEGMENTERS, SIDES, bomb, png
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 
@@ -195,10 +195,10 @@ def test_without_gradio_the_script_names_the_extra(monkeypatch: pytest.MonkeyPat
 def test_no_image_is_dropped_while_another_is_drawn() -> None:
     """Else, where drawing takes long, the page goes on showing an image that is not the last one chosen."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
-    events = [event for event in build_page(SIDES).config["dependencies"] if event["backend_fn"]]
+    events = [event for event in build_page(SIDES, SEGMENTERS).config["dependencies"] if event["backend_fn"]]
     # In tab move a slider moves; an example is chosen, then drawn; a file is uploaded, then drawn. In tab pan an
-    # example is chosen or a file uploaded.
-    assert len(events) == 5 + 2
+    # example is chosen or a file uploaded. In tab segmentation a slider moves; a scene is chosen, then drawn.
+    assert len(events) == 5 + 2 + 3
     assert {event["trigger_mode"] for event in events} == {"always_last", "multiple"}  # "once" is the one that drops
     assert all(event["queue"] is not False for event in events)  # beside the queue there are no quotas
 
@@ -208,7 +208,7 @@ def test_the_page_says_what_it_is_and_links_only_what_is_known() -> None:
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
 
     def title(links: dict[str, str]) -> str:
-        components = build_page(SIDES, links).config["components"]
+        components = build_page(SIDES, SEGMENTERS, links).config["components"]
         return next(each["props"]["value"] for each in components if each["props"].get("elem_id") == "title")
 
     assert re.findall(r'href="(.*?)"', title({})) == ["https://arxiv.org/abs/2305.16316"]

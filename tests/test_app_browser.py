@@ -145,13 +145,22 @@ def drag_both_kinds(page: Any) -> None:
 
 
 def use_a_phone(page: Any) -> None:
-    """Both verdicts stand beside the image, in dark colours, and a finger drags it without scrolling the page."""
-    box = page.locator("#move-view .picture").bounding_box()
-    for verdict in page.locator("#move-view .verdicts div").all():
-        place = verdict.bounding_box()
-        assert place["x"] >= box["x"] + box["width"]
-        assert box["y"] <= place["y"] <= place["y"] + place["height"] <= min(844, box["y"] + box["height"])
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    """In every tab both verdicts stand beside the image, in dark colours, and a finger drags it without scrolling."""
+    for tab, picture in (
+        ("segmentation", "#masks-view .picture"),
+        ("pan", ".pan .window"),
+        ("move", "#move-view .picture"),
+    ):
+        page.get_by_role("tab", name=tab).tap()
+        page.locator(picture).wait_for()
+        box = page.locator(picture).bounding_box()
+        verdicts = page.locator(f":has(> {picture.split()[-1]}) > .verdicts > div:visible")
+        assert verdicts.count() == 2, tab
+        for place in (verdict.bounding_box() for verdict in verdicts.all()):
+            assert place["x"] >= box["x"] + box["width"], tab
+            assert abs(place["y"] + place["height"] / 2 - box["y"] - box["height"] / 2) < box["height"] / 2, tab
+            assert place["y"] + place["height"] < 844, tab
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, tab
     assert brightness(page) < 60
     page.locator("#move-reset").tap()
     cards(page, (0, 0))

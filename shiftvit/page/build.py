@@ -13,7 +13,8 @@ from torch import Tensor
 from common.publishing.quotas import Quotas
 
 from .controls import EVERY, QUIET, build_mover, build_strip
-from .move import SCALE, choose_opening, draw
+from .masks import OPENING_SCENE, Segmenter, draw_masks, draw_names, load_scene_images
+from .move import OPENINGS, SCALE, choose_opening, draw
 from .pan import REACH_DIGITS, REACH_PHOTOGRAPHS, digit_scene, draw_pan, glide, photograph_scene
 from .sides import Side, fit, load_examples, read_upload
 
@@ -34,10 +35,14 @@ how far each token has gone from what it was in place, in units of a typical tok
 more, grey what came in with a standard shift."""
 PAN = """A window glides over a larger picture, as a camera does: what leaves it is gone, what enters is new. Here no
 model can be exact, but an answer should not hang on a step of one pixel. Choose a picture, or upload a large one."""
+SEGMENTATION = """A label for every pixel. The scene moves, each model labels it, and its mask is shifted back: it
+should be the mask in place. Pixels whose label changed are red."""
+SHARED = " Both models have the same weights, trained with anchors; the default one works without them."
 DIGITS = " The models know light digits on dark ground."
 
 
-def build_page(sides: tuple[Side, Side], links: Mapping[str, str] | None = None) -> Any:
+def build_page(sides: tuple[Side, Side], segmenters: tuple[Segmenter, Segmenter],
+               links: Mapping[str, str] | None = None) -> Any:  # fmt: skip
     """The page; ``links`` are shown below the title, by name."""
     import gradio as gr
 
@@ -51,6 +56,8 @@ def build_page(sides: tuple[Side, Side], links: Mapping[str, str] | None = None)
                 build_move(sides)
             with gr.Tab("pan"):
                 build_pan(sides)
+            with gr.Tab("segmentation"):
+                build_segmentation(segmenters)
         page.load(None, js=(HERE / "page.js").read_text())
     return page
 
@@ -115,6 +122,33 @@ def build_pan(sides: tuple[Side, Side]) -> None:
             gr.Markdown(PAN)
     strip.select(choose, None, panel, **EVERY, **QUIET)
     own.upload(upload, own, panel, **EVERY, **QUIET)
+
+
+def build_segmentation(sides: tuple[Segmenter, Segmenter]) -> None:
+    import gradio as gr
+
+    scenes = load_scene_images()
+    dx, dy = OPENINGS[0]
+
+    def redraw(image: Tensor, dx: float, dy: float, kind: str) -> tuple[str, str]:
+        return draw_masks(sides, image, int(dx), int(dy), kind)
+
+    def choose(event: gr.SelectData) -> Tensor:
+        return scenes[chosen(event)]
+
+    image = gr.State(scenes[OPENING_SCENE])
+    picture, cards = draw_masks(sides, scenes[OPENING_SCENE], dx, dy)
+    with gr.Row():
+        with gr.Column(scale=2, min_width=280):
+            mover = build_mover("masks", picture, (scenes[0].shape[2], scenes[0].shape[3]), dx, dy)
+        with gr.Column(scale=5, min_width=320):
+            strip, chosen = build_strip("masks", scenes)
+            panels = gr.HTML(cards, elem_id="masks-panels")
+            gr.HTML(draw_names(sides[0].model.class_names))
+            weights = (side.model.state_dict().values() for side in sides)
+            shared = all(a.shape == b.shape and bool((a == b).all()) for a, b in zip(*weights, strict=False))
+            gr.Markdown(SEGMENTATION + (SHARED if shared else ""))
+    strip.select(choose, None, image, **EVERY, **QUIET).then(**mover.follow(redraw, image, [mover.view, panels]))
 
 
 def opened(content: bytes) -> np.ndarray:
