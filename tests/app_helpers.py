@@ -7,6 +7,8 @@ import socket
 import struct
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,13 +54,22 @@ def serving(directory: Path) -> Iterator[str]:
     pytest.importorskip("playwright", reason="the page is tested with playwright: pip install playwright")
     if CHROMIUM is None:
         pytest.skip("the page is tested in Chromium, and none is on the path: apt-get install chromium")
+    port = free_port()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GRADIO_TEMP_DIR": str(directory)}
+    with listening(subprocess.Popen([sys.executable, str(SCRIPT), "--port", str(port)], env=environment, text=True,
+                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)):  # fmt: skip
+        yield f"http://127.0.0.1:{port}/"
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-                   "GRADIO_TEMP_DIR": str(directory)}  # fmt: skip
-    process = subprocess.Popen([sys.executable, str(SCRIPT), "--port", port], env=environment, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+        return free.getsockname()[1]
+
+
+@contextmanager
+def listening(process: "subprocess.Popen[str]") -> Iterator[None]:
+    """From when a server has said its address; then it ends."""
     try:
         lines = []
         for line in process.stdout or ():  # ends where the process does
@@ -67,10 +78,27 @@ def serving(directory: Path) -> Iterator[str]:
                 break
         else:
             pytest.fail(f"the server did not start: {''.join(lines)}")
-        yield f"http://127.0.0.1:{port}/"
+        yield
     finally:
         process.terminate()
         process.wait(timeout=30)
+
+
+def post(address: str, content: bytes, kind: str = "application/json") -> tuple[int, str]:
+    request = urllib.request.Request(address, content, {"Content-Type": kind})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def announce(port: int, length: int) -> str:
+    """What a page answers to an upload of so many bytes, before a byte of it is sent."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(b"POST /gradio_api/upload HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n"
+                           b"Content-Type: multipart/form-data; boundary=x\r\n\r\n" % length)  # fmt: skip
+        return connection.recv(4096).decode()
 
 
 @contextmanager

@@ -3,11 +3,8 @@
 import io
 import json
 import re
-import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from app_helpers import SEGMENTERS, SIDES
+from app_helpers import SEGMENTERS, SIDES, announce, free_port, post
 from PIL import Image
 
 from common.publishing.quotas import Quotas
@@ -31,9 +28,7 @@ def busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[str,
     monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
     page, go_on, draw = build.build_page(SIDES, SEGMENTERS), threading.Event(), build.draw
     monkeypatch.setattr(build, "draw", lambda *given: (go_on.wait(60), draw(*given))[1])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     build.serve(page, "127.0.0.1", port)
     try:
         events = [event for event in page.config["dependencies"] if event["backend_fn"]]
@@ -42,15 +37,6 @@ def busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[str,
     finally:
         go_on.set()
         page.close(verbose=False)
-
-
-def post(address: str, content: bytes, kind: str = "application/json") -> tuple[int, str]:
-    request = urllib.request.Request(address, content, {"Content-Type": kind})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def test_the_queue_has_an_end(busy: tuple[str, threading.Event, int]) -> None:
@@ -75,11 +61,7 @@ def test_large_uploads_are_refused_unread(busy: tuple[str, threading.Event, int]
     kind, head = "multipart/form-data; boundary=x", b'--x\r\nContent-Disposition: form-data; name="files"; filename="a"'
     form = head + b"\r\n\r\n%b\r\n--x--\r\n"
     assert post(f"{busy[0]}/upload", form % bytes(100), kind)[0] == 200
-    host, port = busy[0].split("/")[2].split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
-        connection.sendall(f"POST /gradio_api/upload HTTP/1.1\r\nHost: {host}\r\nContent-Type: {kind}\r\n"
-                           f"Content-Length: {2**30}\r\n\r\n".encode())  # fmt: skip
-        assert connection.recv(4096).startswith(b"HTTP/1.1 413")  # before a byte of it is sent
+    assert announce(int(busy[0].split("/")[2].split(":")[1]), 2**30).startswith("HTTP/1.1 413")
 
 
 def test_all_clients_together_have_an_end() -> None:

@@ -30,18 +30,25 @@ assert torch.equal(theirs(y), theirs(y.roll((5, 1), (2, 3))))
 """
 
 
-@pytest.mark.slow
-def test_the_wheel_loads_predicts_adapts_and_exports(tmp_path: Path) -> None:
-    source = tmp_path / "source"  # a copy: building leaves files behind
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+
+
+def build_wheel(directory: Path) -> Path:
+    source = directory / "source"  # a copy: building leaves files behind
     for package in ("common", "swin", "swinv2", "cvt", "mvitv2", "segmentation", "shiftvit", "scripts"):
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source)], check=True, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*PIP, "wheel", "--no-deps", "--wheel-dir", str(directory), str(source)], check=True, cwd=directory)
+    (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
+@pytest.mark.slow
+def test_the_wheel_loads_predicts_adapts_and_exports(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path)
     site = tmp_path / "site"
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, cwd=tmp_path)
+    subprocess.run([*PIP, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, cwd=tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
 
     def say(*command: str) -> str:
