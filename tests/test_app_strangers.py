@@ -9,14 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from app_helpers import SEGMENTERS, SIDES, announce, free_port, post
+from app_helpers import EXAMPLES, SEGMENTERS, SIDES, announce, free_port, post
 from PIL import Image
 
 from common.publishing.quotas import Quotas
 from shiftvit.page import build
+from shiftvit.page.controls import build_strip
 from shiftvit.page.sides import fit, read_upload
 
 
@@ -62,6 +64,17 @@ def test_large_uploads_are_refused_unread(busy: tuple[str, threading.Event, int]
     form = head + b"\r\n\r\n%b\r\n--x--\r\n"
     assert post(f"{busy[0]}/upload", form % bytes(100), kind)[0] == 200
     assert announce(int(busy[0].split("/")[2].split(":")[1]), 2**30).startswith("HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("index", [10, -1, 10**9, 1.5, "0", None, [0], {"a": 1}])
+def test_only_what_is_offered_can_be_chosen(index: Any) -> None:
+    """Else a request that no browser sends ends in a traceback, or in another image than the one named."""
+    gr = pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
+    with gr.Blocks():
+        _, chosen = build_strip("any", EXAMPLES)
+    assert chosen(SimpleNamespace(index=9)) == 9
+    with pytest.raises(gr.Error, match="There are 10 images here: choose one of them"):
+        chosen(SimpleNamespace(index=index))
 
 
 def test_all_clients_together_have_an_end() -> None:
