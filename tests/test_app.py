@@ -222,3 +222,19 @@ def test_the_page_says_what_it_is_and_links_only_what_is_known() -> None:
     assert 'href="https://code.test/a?b&amp;c"' in title(found)
     with pytest.raises(ValueError, match="javascript:alert.* is not an address that begins with https://"):
         script["find_links"](Namespace(default=DEFAULT, adaptive=ADAPTIVE, code_url="javascript:alert(1)"))
+
+
+def test_models_of_photographs_get_photographs() -> None:
+    """Else a model of cats is asked about digits, and its names are nowhere."""
+    pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
+    sides = load_sides(DEFAULT, ADAPTIVE)
+    for side in sides:
+        side.model.class_names = tuple(f"animal {i} <b>" for i in range(10))
+    parts = {each["props"].get("elem_id"): each["props"].get("value") for each in
+             build_page(sides, SEGMENTERS).config["components"]}  # fmt: skip
+    assert parts["move-examples"].count("<img") == len(load_examples(sides[0])) == 6
+    assert parts["pan-examples"].count("<img") == 2
+    for text in (parts["move-panels"], parts["move-view"], parts["pan-panel"]):
+        assert "animal" in text
+        assert "<b>" not in text.replace("<b>default</b>", "").replace("<b>adaptive</b>", "").replace("<b></b>", "")
+    assert "note" not in parts["move-view"] + parts["pan-panel"]
