@@ -34,7 +34,9 @@ LEGEND = f"""Bars: probabilities in percent; an orange mark is where the bar end
 how far each token has gone from what it was in place, in units of a typical token; black is 0, the brightest {SCALE} or
 more, grey what came in with a standard shift."""
 PAN = """A window glides over a larger picture, as a camera does: what leaves it is gone, what enters is new. Here no
-model can be exact, but an answer should not hang on a step of one pixel. Choose a picture, or upload a large one."""
+model can be exact, but an answer should not hang on a small step. Choose a picture, or upload a large one. The curves
+are of one class: that of the digit in the middle or, in a photograph, the one that both models together find likeliest.
+A model is marked green while its label is that class."""
 SEGMENTATION = """A label for every pixel. The scene moves, each model labels it, and its mask is shifted back: it
 should be the mask in place. Pixels whose label changed are red."""
 SHARED = " Both models have the same weights, trained with anchors; the default one works without them."
