@@ -57,14 +57,9 @@ def evaluate(model: Model, split: PixelSplit, preprocess: ScenePreprocess, metri
     parsed = {name: parse_metric(name) for name in metrics}
     split = split.prepared(preprocess).to(accelerator.device)
     in_memory = isinstance(split, Scenes)
-    loader = accelerator.prepare(
-        DataLoader(
-            split,
-            batch_size=batch_size if in_memory else 1,
-            num_workers=0 if in_memory else workers,
-            worker_init_fn=outlive_sigterm,
-        )  # fmt: skip
-    )
+    count, workers = (batch_size, 0) if in_memory else (1, workers)
+    loader = DataLoader(split, batch_size=count, num_workers=workers, worker_init_fn=outlive_sigterm)
+    loader = accelerator.prepare(loader)
     classes = len(split.classes)
     matrix = torch.zeros(classes, classes, dtype=torch.long, device=accelerator.device)
     shares = torch.zeros(len(parsed), dtype=torch.float64, device=accelerator.device)

@@ -13,9 +13,11 @@ import shiftvit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "said"), [("SIGTERM to a run and its workers", "writes a checkpoint and ends; resumed: same bits"),
-                                            ("a dead worker", "naming the worker; resumed: same bits"),
-                                            ("a dead rank", "the launcher names the rank; resumed")])  # fmt: skip
+@pytest.mark.parametrize(("name", "said"), [
+    ("SIGTERM to a run and its workers", "writes a checkpoint and ends; resumed: same bits"),
+    ("a dead worker", "naming the worker; resumed: same bits"),
+    ("a dead rank", "the launcher names the rank; resumed"),
+])  # fmt: skip
 def test_a_run_ends_with_its_processes(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                        capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     """Lost otherwise: hours of a run that waits for a process that is gone, or advice to free disk space."""
