@@ -94,15 +94,15 @@ def test_adaptive_micro_is_equivariant_by_itself(name: str, training: bool) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTIVE_FULL)
-@pytest.mark.parametrize("case", ["square, all phases", "square, train mode", "non-square"])
+@pytest.mark.parametrize("case", ["square, many phases", "square, train mode", "non-square"])
 def test_adaptive_full_size_is_equivariant_by_itself(name: str, case: str) -> None:
     side, other = FULL[name.removeprefix("a_")]
     size = other if case == "non-square" else (side, side)
     model = build(name, canonical=False, img_size=size).double().train("train" in case)
     x = torch.randn(1 if case != "square, train mode" else 2, 3, *size, dtype=torch.float64)
     shifts = [(1, 2), (-5, side - 1), (225, 450)]
-    if "phases" in case:
-        shifts = [(4 * 11 * i + h, 4 * 7 * i + w) for i, (h, w) in enumerate(ALL_PHASES)] + LARGE_SHIFTS
+    if "phases" in case:  # a third of them; micro models have all
+        shifts = [(4 * 11 * i + h, 4 * 7 * i + w) for i, (h, w) in enumerate(ALL_PHASES[::3])] + LARGE_SHIFTS
     assert_shift_equivariant(model, x, shifts)
 
 
@@ -151,6 +151,7 @@ def test_logits_are_bit_identical(name: str, precision: str) -> None:
 ])  # fmt: skip
 def test_photographs_keep_their_logits_to_the_bit(name: str, autocast: bool, photos: Tensor) -> None:
     model = build(name).eval()
+    photos = photos[:1] if autocast else photos  # slow on a CPU
     x = photos if model.img_size == (224, 224) else torch.nn.functional.interpolate(photos, model.img_size)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected = model(x)
