@@ -54,6 +54,7 @@ def train_side_by_side(output: Path, epochs: int) -> None:
     processes = []
     for position, name in enumerate(NAMES):
         command = [sys.executable, "swin/train.py", "--model", name, "--epochs", str(epochs),
+                   "--eval_every", str(epochs),  # once, at the end
                    "--output_dir", str((output / name).resolve()), "--resume_from_checkpoint", "latest"]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "TQDM_POSITION": str(position)}
         processes.append(subprocess.Popen(command, cwd=root, env=environment))

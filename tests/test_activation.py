@@ -8,6 +8,7 @@ from conftest import interpreted
 from common import kernels
 from common.kernels.activation import LIMIT, logistic_gelu
 from common.models.activation import GELU
+from common.ops.gelu import _Gelu, gelu
 
 
 def test_as_near_as_it_says() -> None:
@@ -48,3 +49,10 @@ def test_only_what_is_compiled_for_inference_in_half_precision(monkeypatch: pyte
         assert kernels.fits_gelu_kernel(half)
         assert not kernels.fits_gelu_kernel(x)
         assert not kernels.fits_gelu_kernel(half.T)
+
+
+def test_the_gradient_on_a_cpu_is_torchs() -> None:
+    x = torch.linspace(-12, 12, 4001)
+    ours, theirs = (torch.autograd.grad(f(t := x.clone().requires_grad_()).sum(), t)[0] for f in (gelu, F.gelu))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    assert torch.autograd.gradgradcheck(_Gelu.apply, torch.randn(5, dtype=torch.float64, requires_grad=True))
