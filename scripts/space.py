@@ -15,6 +15,8 @@ from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
 
+import shiftvit
+
 CPU = "https://download.pytorch.org/whl/cpu"  # torch without CUDA, which a free Space has no use for
 PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16"
 CARD = """---
@@ -90,4 +92,4 @@ def least(requirement: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    shiftvit.run(main)

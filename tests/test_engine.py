@@ -129,7 +129,9 @@ def test_gradient_accumulation_is_a_larger_batch(reference: Path, tmp_path: Path
     assert max((one[name] - other[name]).abs().max().item() for name in one) < 1e-4
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, call: Callable[..., None]) -> None:
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, call: Callable[..., None],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setenv("SHIFTVIT_TRACEBACK", "1")
     flags = ("swin/train.py", *SHORT, "--output_dir", str(tmp_path), "--epochs", "1", "--eval_every", "1")
     call(*flags, "--checkpointing_steps", "5")
     with pytest.raises(ValueError, match="belongs to another run") as error:
