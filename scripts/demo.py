@@ -1,5 +1,5 @@
 """The main job on embedded data: train the default and the adaptive micro model on handwritten digits, measure how
-often each keeps its label when the image moves, and draw it. About four minutes on two cores."""
+often each keeps its label when the image moves, and draw it. Four to seven minutes on two cores."""
 
 import argparse
 import os
