@@ -24,7 +24,7 @@ T = TypeVar("T")
 Watcher = Callable[[str, Callable[..., Any] | None, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _FAILED: set[str] = set()  # operations that run as their references
-_REHEARSED: set[tuple[Any, ...]] = set()  # operations and shapes whose backward has run
+_REHEARSED: set[tuple[Any, ...]] = set()  # operations by their shapes, models by their configuration: tried once each
 _WATCHER: Watcher | None = None
 _REHEARSING = False
 FEW, MANY = 1, 16  # images of a rehearsal: kernels have tiles of their own for a few
