@@ -13,7 +13,7 @@ Swin-T reaches 74.5 % at 9.4e-5, 74.2 % at 2.5e-4 and 66.0 % at 5e-4.
 
 from dataclasses import replace
 
-from common.training.recipe import PAPER, Recipe
+from common.training.recipe import MINI, PAPER, Recipe
 
 DIGITS = Recipe(model="a_swin_micro", data="digits", epochs=75, batch_size=64, lr=2e-3, lr_batch=64, warmup_epochs=6,
                 warmup_lr=1e-5, min_lr=1e-5, label_smoothing=0.1, mean=(0.0, 0.0, 0.0), std=(0.35, 0.35, 0.35),
@@ -25,6 +25,15 @@ in is more background.
 
 ``accelerate launch swin/train.py``
 """
+
+CIFAR10_MINI = replace(MINI, model="a_swin_mini")
+"""CIFAR-10 at its own 32 px, a model of photographs to ship: 100 epochs of 390 steps, minutes on a large GPU.
+
+``accelerate launch swin/train.py --recipe cifar10_mini``
+"""
+
+CIFAR10_MINI_DEFAULT = replace(CIFAR10_MINI, model="swin_mini")
+"""The same, default model."""
 
 CIFAR10 = Recipe(model="a_swin_tiny", data="uoft-cs/cifar10", epochs=100, batch_size=96, lr=5e-4, lr_batch=512,
                  warmup_epochs=20 / 3, warmup_lr=5e-7, min_lr=5e-6, label_smoothing=0.1, drop_path=0.2, resize=256,
@@ -125,6 +134,8 @@ One GPU, 100 epochs, batches of 64. Few photographs need weights to start from: 
 RECIPES = {
     "digits": DIGITS,
     "photographs": PHOTOGRAPHS,
+    "cifar10_mini": CIFAR10_MINI,
+    "cifar10_mini_default": CIFAR10_MINI_DEFAULT,
     "cifar10": CIFAR10,
     "cifar10_default": CIFAR10_DEFAULT,
     "cifar100": CIFAR100,

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from ..data.preprocess import IMAGENET_MEAN, IMAGENET_STD
 from ..models.registry import MODEL_ARGUMENTS, parse_arguments
 
-__all__ = ["PAPER", "BaseRecipe", "Recipe", "RunOptions", "parse_command_line"]
+__all__ = ["MINI", "PAPER", "BaseRecipe", "Recipe", "RunOptions", "parse_command_line"]
 
 PAPER: Mapping[str, Any] = {"score": "energy", "sketch": 0}
 """What the paper's anchors look at: the energy of all outputs of the layer behind. Ours: docs/scores.md."""
@@ -82,6 +82,14 @@ class Recipe(BaseRecipe):
     erase: float = 0.0  # probability of random erasing
     crop: bool = False  # measure S-Cons under a centre crop (ImageNet), not with zeros
     metrics: tuple[str, ...] = ("top1", "c_cons", "s_cons")  # what is measured, see evaluate.py --help
+
+
+MINI = Recipe(model="", data="uoft-cs/cifar10", epochs=100, batch_size=128, lr=1e-3, lr_batch=128, warmup_epochs=5,
+              warmup_lr=1e-6, min_lr=1e-5, label_smoothing=0.1, ema_decay=0.999, flip=True, mixup=0.8, cutmix=1.0,
+              rand_augment="rand-m9-mstd0.5-inc1", erase=0.25, mean=(0.491, 0.482, 0.447),
+              std=(0.247, 0.243, 0.262))  # fmt: skip
+"""CIFAR-10 at its own 32 px, for models of two million parameters: the augmentation that such models like, mean and
+deviation of CIFAR-10's pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
