@@ -43,7 +43,10 @@ def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable
 
         @wraps(plain)
         def operation(*args: Any, **kwargs: Any) -> T:
-            if not (usable(args[0]) and fits(*args, **kwargs) and _works(name)):
+            here = usable(args[0])
+            if not here and _WATCHER is None:
+                return plain(*args, **kwargs)
+            if not (here and fits(*args, **kwargs) and _works(name)):
                 watch = None if _traced() or not base.ENABLED else _WATCHER
                 return plain(*args, **kwargs) if watch is None else watch(name, None, plain, args, kwargs)
             if _traced():
@@ -62,6 +65,8 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> T:
+        if isinstance(args[0], Tensor) and not usable(args[0]):
+            return function(*args, **kwargs)
         if not _works(name):
             return plain(*args, **kwargs)
         if _traced() or not base.ENABLED:
