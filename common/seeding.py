@@ -12,7 +12,6 @@ from torch import Tensor
 
 __all__ = ["constants", "derive_seed", "hashed_uniform", "seeded"]
 
-SPARE = np.random.MT19937(0)  # what numpy draws from where it is seeded: its own state takes long to read and write
 GAMMA = 0x9E3779B97F4A7C15  # of splitmix64: 2^64 over the golden ratio
 
 
@@ -56,14 +55,13 @@ def derive_seed(*seeds: int) -> int:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the generators of Python, numpy and torch (CPU) inside, for libraries that draw from them; restore after."""
-    states = random.getstate(), np.random.get_bit_generator(), torch.get_rng_state()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
-    np.random.set_bit_generator(SPARE if states[1] is not SPARE else np.random.MT19937(0))
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
         random.setstate(states[0])
-        np.random.set_bit_generator(states[1])
+        np.random.set_state(states[1])
         torch.set_rng_state(states[2])

@@ -24,7 +24,7 @@ class PixelSplit(Split):
 
     cropped: bool = False
 
-    def prepared(self, preprocess: Any, operations: Any = None, seed: int = 0) -> Any:
+    def prepared(self, preprocess: Any, seed: int = 0) -> Any:
         return self
 
 
@@ -111,7 +111,7 @@ class EncodedScenes(PixelSplit):
     def head(self, count: int | None) -> "EncodedScenes":
         return replace(self, items=self.items[:count])
 
-    def prepared(self, preprocess: Any, operations: Any = None, seed: int = 0) -> "EncodedScenes":
+    def prepared(self, preprocess: Any, seed: int = 0) -> "EncodedScenes":
         return replace(self, preprocess=preprocess, seed=seed)
 
 

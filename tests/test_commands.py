@@ -87,7 +87,7 @@ MISTAKES = {
     "--model_args window_size=0": "window_size (0, 0) must be 1 or more",
     "--pretrained cvt/checkpoints/a_cvt_micro": "a_cvt_micro/model.safetensors does not fit the model",
     "--mixed_precision fp64": "Accelerate cannot be set up: Unknown mixed_precision mode: fp64",
-    "--rand_augment nonsense": "timm cannot read the RandAugment 'nonsense'",
+    "--rand_augment nonsense": "the RandAugment 'nonsense' is not known",
 }
 
 

@@ -161,7 +161,13 @@ def test_the_average_is_what_is_evaluated_and_saved(
 
 @pytest.mark.parametrize(
     "augmentation",
-    [{"circular": True}, {"flip": True, "rotate": 15.0}, {"erase": 1.0}, {"mixup": 0.8}, {"rand_augment": "rand-m9"}],
+    [
+        {"circular": True},
+        {"flip": True, "rotate": 15.0},
+        {"erase": 1.0},
+        {"mixup": 0.8},
+        {"rand_augment": "rand-m9-inc1"},
+    ],
     ids=lambda settings: next(iter(settings)),
 )
 def test_augmentation_changes_with_the_epoch(augmentation: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

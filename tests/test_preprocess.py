@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
-from common.data.preprocess import Mixing, Preprocess, RandomOperations
+from common.data.preprocess import Mixing, Preprocess
 from common.seeding import seeded
 
 
@@ -77,18 +76,6 @@ def test_resizing_is_torchs(old: int, new: int) -> None:
     resized = torch.nn.functional.interpolate(x.float() / 255, (new, new), mode="bilinear", antialias=new < old)
     mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (preprocess.mean, preprocess.std))
     assert torch.allclose(preprocess.evaluate(x), ((resized - mean) / std)[..., 4:-4, 2:-2], atol=1e-5)
-
-
-def test_rand_augment_is_seeded_per_image() -> None:
-    operations = RandomOperations("rand-m9-mstd0.5-inc1", (24, 24))
-    image = Image.fromarray(images(1)[0].permute(1, 2, 0).numpy())
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    first, again, *others = (np.asarray(operations(image, 0, epoch, 5)) for epoch in (1, 1, 2, 3, 4, 5, 6))
-    assert first.shape == (24, 24, 3)
-    assert (first == again).all()
-    assert len({other.tobytes() for other in others}) > 2  # an operation is left out half of the time
-    assert torch.equal(torch.get_rng_state(), before[0])  # training's own random numbers go on undisturbed
-    assert (np.random.get_state()[1] == before[1]).all()
 
 
 def test_mixing_blends_images_and_targets_alike() -> None:

@@ -1,8 +1,7 @@
 """From uint8 images to what a model takes: resize, crop, augment, normalise, on whole batches where the images are.
 
 What happens to image i in epoch e depends on (seed, e, i) alone, so neither batch size nor number of processes nor an
-interruption changes it. Only RandAugment works image by image, in the loader's workers (``RandomOperations``), and
-only mixup and cutmix look at a whole batch (``Mixing``).
+interruption changes it. Only mixup and cutmix look at a whole batch (``Mixing``).
 """
 
 import json
@@ -14,16 +13,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from timm.data.auto_augment import rand_augment_transform
 from timm.data.mixup import Mixup
 from torch import Tensor
 
 from ..models.hub import PREPROCESSOR_NAME, StoredInput, read_fields
 from ..seeding import constants, derive_seed, hashed_uniform, seeded
 from ..shifts import circular_shift
+from .rand_augment import RandAugment
 
-__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "PREPROCESSOR_NAME", "Mixing", "Preprocess", "RandomOperations",
-           "check_finite"]  # fmt: skip
+__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "PREPROCESSOR_NAME", "Mixing", "Preprocess", "check_finite"]
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -34,7 +32,7 @@ class Preprocess:
     """uint8 images (B, 3, h, w) -> normalised float images of the model's size, by resizing and a centre crop.
 
     ``resize`` is the size before the crop (None: the crop itself). Training adds, per image: a horizontal flip, a small
-    rotation and scaling, a circular shift, a rectangle of noise with probability ``erase``.
+    rotation and scaling, RandAugment, a circular shift, a rectangle of noise with probability ``erase``.
     """
 
     size: tuple[int, int]
@@ -46,6 +44,7 @@ class Preprocess:
     scale: float = 0.0
     circular: bool = False
     erase: float = 0.0
+    rand_augment: RandAugment | None = None
 
     STORED = StoredInput._fields
 
@@ -69,8 +68,13 @@ class Preprocess:
 
     def canvas(self, images: Tensor) -> Tensor:
         """Normalised and resized, not yet cropped: what a standard shift with a crop starts from."""
+        return self.resized(self.normalized(images))  # in this order: fewer pixels where images are small
+
+    def normalized(self, images: Tensor) -> Tensor:
         mean, std = (constants(tuple(v), images.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
-        x = (images.float() / 255 - mean) / std  # before resizing: fewer pixels where images are small
+        return (images.float() / 255 - mean) / std
+
+    def resized(self, x: Tensor) -> Tensor:
         for dim, side in zip((-2, -1), self.canvas_size, strict=True):
             if x.shape[dim] != side:
                 weights = _resizing(x.shape[dim], side, x.device)
@@ -98,7 +102,11 @@ class Preprocess:
             x = _affine(x.float(), (2 * u[:, 0] - 1) * self.rotate, 1 + (2 * u[:, 1] - 1) * self.scale)
         if self.flip:
             x = torch.where((u[:, 2] < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
-        x = self.evaluate(x)
+        if self.rand_augment is None:
+            x = self.evaluate(x)
+        else:
+            levels = self.crop(self.resized(x.float())).round().clamp(0, 255)
+            x = self.normalized(self.rand_augment(levels, index, *seeds))
         if self.circular:
             x = circular_shift(x, (u[:, 3:5] * constants(tuple(x.shape[-2:]), x.device)).long())
         return _erase(x, index, self.erase, *seeds) if self.erase else x
@@ -145,34 +153,6 @@ def _erase(x: Tensor, index: Tensor, probability: float, *seeds: int, tries: int
     pixel = torch.arange(channels * height * width, device=x.device)
     normal = torch.special.ndtri(hashed_uniform((start + pixel).flatten(), 1).clamp_min(1e-9))
     return torch.where((inside & chosen.view(-1, 1, 1))[:, None], normal.view_as(x).to(x.dtype), x)
-
-
-@dataclass(frozen=True)
-class RandomOperations:
-    """RandAugment on one resized image, by timm's specification such as ``rand-m9-mstd0.5-inc1``; then the crop.
-
-    Shapes: (H, W, 3) uint8 array -> (h, w, 3).
-    """
-
-    specification: str
-    size: tuple[int, int]
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-
-    def __post_init__(self) -> None:
-        fill = tuple(min(255, round(255 * m)) for m in self.mean)
-        limits = {"translate_const": int(min(self.size) * 0.45), "img_mean": fill}
-        try:
-            operations = rand_augment_transform(self.specification, limits)
-        except (AssertionError, ValueError) as error:
-            raise ValueError(f"timm cannot read the RandAugment {self.specification!r}: write it like "
-                             "rand-m9-mstd0.5-inc1") from error  # fmt: skip
-        object.__setattr__(self, "operations", operations)
-
-    def __call__(self, image: Image.Image, *seeds: int) -> Image.Image:
-        left, top = (image.width - self.size[1]) // 2, (image.height - self.size[0]) // 2
-        image = image.crop((left, top, left + self.size[1], top + self.size[0]))
-        with seeded(derive_seed(*seeds)):
-            return self.operations(image)  # type: ignore[attr-defined]
 
 
 class Mixing:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from ..seeding import derive_seed
-from .preprocess import Preprocess, RandomOperations
+from .preprocess import Preprocess
 
 __all__ = ["Arrays", "Encoded", "EpochSampler", "Split", "check_rows", "load_digits_data"]
 
@@ -56,7 +56,7 @@ class Split(Dataset[Any]):
         """Some images (h, w, 3) from all over the split, where they can be had."""
         return []
 
-    def prepared(self, preprocess: Preprocess, operations: RandomOperations | None = None, seed: int = 0) -> "Split":
+    def prepared(self, preprocess: Preprocess, seed: int = 0) -> "Split":
         """The split as a loader needs it: resized in its workers, where it has any."""
         return self
 
@@ -89,23 +89,6 @@ class Arrays(Split):
     def head(self, count: int | None) -> "Arrays":
         return replace(self, images=self.images[:count], labels=self.labels[:count])
 
-    def prepared(self, preprocess: Preprocess, operations: RandomOperations | None = None, seed: int = 0) -> Split:
-        if operations is None:
-            return self
-        pixels = self.images.permute(0, 2, 3, 1).numpy()
-        encoded = Encoded(range(len(self)), _Rows(pixels), self.labels, self.classes, str)
-        return encoded.prepared(preprocess, operations, seed)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Reads a row of an array as an image: what ``decode_image`` is for encoded ones."""
-
-    pixels: np.ndarray
-
-    def __call__(self, row: int) -> np.ndarray:
-        return self.pixels[row]
-
 
 @dataclass(frozen=True)
 class Encoded(Split):
@@ -122,8 +105,6 @@ class Encoded(Split):
     name: Callable[[Any], str]  # where an item comes from, for errors
     skip_broken: bool = False
     preprocess: Preprocess | None = None
-    operations: RandomOperations | None = None
-    seed: int = 0
     broken: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # filled in by the workers
 
     def __post_init__(self) -> None:
@@ -138,7 +119,7 @@ class Encoded(Split):
         for attempt in range(10):
             i = (index + attempt) % len(self)
             try:
-                image = self.canvas(self.read(self.items[i]), epoch, i)
+                image = self.canvas(self.read(self.items[i]))
                 return image, int(self.labels[i]), i
             except Exception as error:
                 if not self.skip_broken:
@@ -150,13 +131,11 @@ class Encoded(Split):
                     return torch.zeros(3, height, width, dtype=torch.uint8), -1, i
         raise ValueError(f"no readable image among ten from {self.name(self.items[index])} on: check the data")
 
-    def canvas(self, pixels: np.ndarray, epoch: int | None, index: int) -> Tensor:
+    def canvas(self, pixels: np.ndarray) -> Tensor:
         image = Image.fromarray(pixels)
         height, width = self._size()
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BICUBIC)
-        if self.operations is not None and epoch is not None:
-            image = self.operations(image, self.seed, epoch, index)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
     def _size(self) -> tuple[int, int]:
@@ -178,8 +157,8 @@ class Encoded(Split):
     def head(self, count: int | None) -> "Encoded":
         return replace(self, items=self.items[:count], labels=self.labels[:count])
 
-    def prepared(self, preprocess: Preprocess, operations: RandomOperations | None = None, seed: int = 0) -> "Encoded":
-        return replace(self, preprocess=preprocess, operations=operations, seed=seed)
+    def prepared(self, preprocess: Preprocess, seed: int = 0) -> "Encoded":
+        return replace(self, preprocess=preprocess)
 
 
 def spread(length: int, count: int) -> list[int]:

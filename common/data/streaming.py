@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from .preprocess import Preprocess, RandomOperations
+from .preprocess import Preprocess
 from .sources import (
     EVALUATION_SPLITS,
     IMAGE_COLUMNS,
@@ -55,9 +55,9 @@ class Stream(IterableDataset, Split):
     def __len__(self) -> int:
         return self.count
 
-    def prepared(self, preprocess: Preprocess, operations: RandomOperations | None = None, seed: int = 0) -> "Stream":
+    def prepared(self, preprocess: Preprocess, seed: int = 0) -> "Stream":
         self.item = Encoded([0], decode_image, torch.zeros(1, dtype=torch.long), self.classes, str,
-                            preprocess=preprocess, operations=operations, seed=seed)  # fmt: skip
+                            preprocess=preprocess)  # fmt: skip
         self.dataset = self.dataset.shuffle(seed=seed, buffer_size=min(BUFFER, self.count))
         return self
 
@@ -86,7 +86,7 @@ class Stream(IterableDataset, Split):
                     continue
                 raise ValueError(f"image {index} of the stream {self.name}, or its label, is not readable ({error}): "
                                  "use --skip_broken to go on without it") from None  # fmt: skip
-            yield self.item.canvas(pixels, self.epoch, index), label, index
+            yield self.item.canvas(pixels), label, index
 
     def fetch(self, batch: Any) -> Batch:
         images, labels, index = batch

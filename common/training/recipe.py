@@ -78,7 +78,7 @@ class Recipe(BaseRecipe):
     rotate: float = 0.0  # random rotation, up to so many degrees
     scale: float = 0.0  # random scaling, up to this share
     circular: bool = False  # random circular shifts as augmentation (the paper's "DA" rows)
-    rand_augment: str = ""  # timm's specification, such as rand-m9-mstd0.5-inc1
+    rand_augment: str = ""  # by timm's specification, such as rand-m9-mstd0.5-inc1
     erase: float = 0.0  # probability of random erasing
     crop: bool = False  # measure S-Cons under a centre crop (ImageNet), not with zeros
     metrics: tuple[str, ...] = ("top1", "c_cons", "s_cons")  # what is measured, see evaluate.py --help

@@ -2,7 +2,6 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -11,7 +10,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..data.preprocess import IMAGENET_MEAN, Mixing, Preprocess, RandomOperations
+from ..data.preprocess import IMAGENET_MEAN, Mixing, Preprocess
+from ..data.rand_augment import RandAugment
 from ..data.sources import load_data
 from ..data.splits import Split, check_rows
 from ..evaluation.evaluate import evaluate, parse_metric
@@ -91,13 +91,12 @@ class Classification(Task[Recipe]):
         self.model = self.build(len(train.classes))
         warn_of_misfit(recipe, self.model.img_size, train, accelerator)
         keys = ("resize", "mean", "std", "flip", "rotate", "scale", "circular", "erase")
-        self.preprocess = Preprocess(size=self.model.img_size, **{key: getattr(recipe, key) for key in keys})
+        augment = RandAugment.read(recipe.rand_augment, recipe.mean) if recipe.rand_augment else None
+        self.preprocess = Preprocess(size=self.model.img_size, rand_augment=augment,
+                                     **{key: getattr(recipe, key) for key in keys})  # fmt: skip
         self.model.set_input(**{key: getattr(self.preprocess, key) for key in self.preprocess.STORED})
         self.model.name_classes(train.classes)
-        # RandAugment works on the crop, in the workers: what comes from them then needs no resizing here
-        operations = RandomOperations(recipe.rand_augment, self.model.img_size) if recipe.rand_augment else None
-        self.in_training = replace(self.preprocess, resize=None) if operations else self.preprocess
-        self.train_split = train.prepared(self.preprocess, operations, recipe.seed).to(accelerator.device)
+        self.train_split = train.prepared(self.preprocess, seed=recipe.seed).to(accelerator.device)
         self.test_split = test.to(accelerator.device)
         self.mixing = Mixing(mixup=recipe.mixup, cutmix=recipe.cutmix, label_smoothing=recipe.label_smoothing,
                              num_classes=len(train.classes)) if recipe.mixup or recipe.cutmix else None  # fmt: skip
@@ -132,7 +131,7 @@ class Classification(Task[Recipe]):
 
     def inputs(self, batch: Any, epoch: int, number: int) -> tuple[Tensor, Tensor]:
         images, labels, index = self.train_split.fetch(batch)
-        images = self.in_training.train(images, index, self.recipe.seed, epoch)
+        images = self.preprocess.train(images, index, self.recipe.seed, epoch)
         if self.mixing is not None:
             return self.mixing(images, labels, self.recipe.seed, epoch, number, self.accelerator.process_index)
         return images, labels
