@@ -18,16 +18,25 @@ import shiftvit
 import swin
 from shiftvit.page.build import build_page, serve
 from shiftvit.page.masks import load_segmenters
-from shiftvit.page.sides import load_sides
+from shiftvit.page.sides import Side, load_sides
 
 CHECKPOINTS = Path(swin.__file__).parent / "checkpoints"
+
+
+def find_sources(args: argparse.Namespace) -> dict[str, tuple[Side, Side]]:
+    """Pairs of models by what they know: those that are given, and the embedded ones of digits."""
+    sources = {"digits": load_sides(*(str(CHECKPOINTS / name) for name in ("swin_micro", "a_swin_micro")))}
+    if given := args.default or args.adaptive:
+        sides = load_sides(given, args.adaptive or given)
+        sources = {"digits": sides} if sides[0].knows_digits else {"photographs": sides, **sources}
+    return sources
 
 
 def find_links(args: argparse.Namespace) -> dict[str, str]:
     """Addresses that are known: of the code, and the cards of models that come from the Hub."""
     links = {"code": args.code_url} if args.code_url else {}
     for title in ("default", "adaptive"):
-        source = getattr(args, title)
+        source = getattr(args, title) or ""
         if source.count("/") == 1 and not Path(source).exists():
             links[f"card of the {title} model"] = f"https://huggingface.co/{source}"
     if wrong := [url for url in links.values() if not url.startswith("https://")]:
@@ -37,9 +46,8 @@ def find_links(args: argparse.Namespace) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--default", default=str(CHECKPOINTS / "swin_micro"), help="directory or Hub id")
-    parser.add_argument("--adaptive", default=str(CHECKPOINTS / "a_swin_micro"),
-                        help="directory or Hub id; the default model's own serves too")  # fmt: skip
+    parser.add_argument("--default", help="a model of yours, directory or Hub id, beside the embedded ones of digits")
+    parser.add_argument("--adaptive", help="its adaptive twin; without it, the default model's weights serve")
     parser.add_argument("--segmenter", default="upernet_a_swin_micro", help="adaptive UperNet for digit scenes")
     parser.add_argument("--default_segmenter", help="default UperNet; without it, the adaptive one's weights serve")
     parser.add_argument("--code_url", help="where the code can be read: a link below the title")
@@ -53,7 +61,7 @@ def main() -> None:
     except ImportError as error:
         raise SystemExit(f"the page needs gradio ({error}): pip install 'shift-equivariant-vits[app]'") from None
     segmenters = load_segmenters(args.default_segmenter or args.segmenter, args.segmenter)
-    page = build_page(load_sides(args.default, args.adaptive), segmenters, find_links(args))
+    page = build_page(find_sources(args), segmenters, find_links(args))
     serve(page, args.host, args.port)
     print(f"http://{args.host}:{args.port} (stop with Ctrl-C)", flush=True)
     page.block_thread()

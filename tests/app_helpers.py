@@ -48,7 +48,7 @@ def bomb(side: int) -> bytes:
 
 
 @contextmanager
-def serving(directory: Path) -> Iterator[str]:
+def serving(directory: Path, *flags: str) -> Iterator[str]:
     """The page as people start it, on a free port."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
     pytest.importorskip("playwright", reason="the page is tested with playwright: pip install playwright")
@@ -56,8 +56,9 @@ def serving(directory: Path) -> Iterator[str]:
         pytest.skip("the page is tested in Chromium, and none is on the path: apt-get install chromium")
     port = free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GRADIO_TEMP_DIR": str(directory)}
-    with listening(subprocess.Popen([sys.executable, str(SCRIPT), "--port", str(port)], env=environment, text=True,
-                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)):  # fmt: skip
+    command = [sys.executable, str(SCRIPT), "--port", str(port), *flags]
+    with listening(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE,
+                                    stderr=subprocess.STDOUT)):  # fmt: skip
         yield f"http://127.0.0.1:{port}/"
 
 
@@ -137,9 +138,9 @@ def is_local(url: str, address: str) -> bool:
 
 def cards(page: Any, shift: tuple[int, int], kind: str = "circular") -> list[str]:
     """The text of both cards, once they show ``shift``."""
-    page.wait_for_selector(f'#move-panels .cards[data-shift="{shift[0]},{shift[1]},{kind}"]')
-    return page.locator("#move-panels .card").all_inner_texts()
+    page.wait_for_selector(f'#digits-move-panels .cards[data-shift="{shift[0]},{shift[1]},{kind}"]')
+    return page.locator("#digits-move-panels .card").all_inner_texts()
 
 
 def labels(page: Any) -> list[str]:
-    return [card.get_attribute("data-label") for card in page.locator("#move-panels .card").all()]
+    return [card.get_attribute("data-label") for card in page.locator("#digits-move-panels .card").all()]

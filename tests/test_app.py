@@ -195,7 +195,9 @@ def test_without_gradio_the_script_names_the_extra(monkeypatch: pytest.MonkeyPat
 def test_no_image_is_dropped_while_another_is_drawn() -> None:
     """Else, where drawing takes long, the page goes on showing an image that is not the last one chosen."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
-    events = [event for event in build_page(SIDES, SEGMENTERS).config["dependencies"] if event["backend_fn"]]
+    events = [
+        event for event in build_page({"digits": SIDES}, SEGMENTERS).config["dependencies"] if event["backend_fn"]
+    ]
     # In tab move a slider moves; an example is chosen, then drawn; a file is uploaded, then drawn. In tab pan an
     # example is chosen or a file uploaded. In tab segmentation a slider moves; a scene is chosen, then drawn.
     assert len(events) == 5 + 2 + 3
@@ -208,7 +210,7 @@ def test_the_page_says_what_it_is_and_links_only_what_is_known() -> None:
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
 
     def title(links: dict[str, str]) -> str:
-        components = build_page(SIDES, SEGMENTERS, links).config["components"]
+        components = build_page({"digits": SIDES}, SEGMENTERS, links).config["components"]
         return next(each["props"]["value"] for each in components if each["props"].get("elem_id") == "title")
 
     assert re.findall(r'href="(.*?)"', title({})) == ["https://arxiv.org/abs/2305.16316"]
@@ -231,9 +233,12 @@ def test_models_of_photographs_get_photographs() -> None:
     for side in sides:
         side.model.class_names = tuple(f"animal {i} <b>" for i in range(10))
     parts = {each["props"].get("elem_id"): each["props"].get("value") for each in
-             build_page(sides, SEGMENTERS).config["components"]}  # fmt: skip
-    assert parts["move-examples"].count("<img") == len(load_examples(sides[0])) == 6
-    assert parts["pan-examples"].count("<img") == 2
+             build_page({"photographs": sides, "digits": SIDES}, SEGMENTERS).config["components"]}  # fmt: skip
+    for tab in ("move", "pan"):
+        assert parts[f"photographs-{tab}-examples"].count("<img") == len(load_examples(sides[0])) == 4
+        assert parts[f"digits-{tab}-examples"].count("<img") == 10
+        assert parts[f"{tab}-source"] == "photographs"
+    parts = {name.removeprefix("photographs-"): value for name, value in parts.items() if name}
     for text in (parts["move-panels"], parts["move-view"], parts["pan-panel"]):
         assert "animal" in text
         assert "<b>" not in text.replace("<b>default</b>", "").replace("<b>adaptive</b>", "").replace("<b></b>", "")

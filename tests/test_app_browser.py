@@ -9,6 +9,8 @@ from app_helpers import EXAMPLES, SIDES, bomb, browsing, cards, labels, png, ser
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 
+from common import create_model
+from common.data.preprocess import Preprocess
 from shiftvit.page.move import choose_opening, examine
 from shiftvit.page.sides import draw_pixels
 
@@ -37,10 +39,10 @@ def opens_moved(page: Any) -> None:
     assert "label changed" in default
     assert "label kept" in adaptive
     assert brightness(page) > 200
-    page.locator("#move-examples button").nth(0).click()
-    page.locator("#move-reset").click()
+    page.locator("#digits-move-examples button").nth(0).click()
+    page.locator("#digits-move-reset").click()
     cards(page, (0, 0))
-    page.wait_for_selector('#move-panels .card[data-label="0"] >> nth=1')
+    page.wait_for_selector('#digits-move-panels .card[data-label="0"] >> nth=1')
 
 
 def brightness(page: Any) -> float:
@@ -54,9 +56,9 @@ def move_by_slider_and_keys(page: Any) -> None:
     assert labels(page) == ["0", "0"]
     start = cards(page, (0, 0))
     assert all("bit-identical: yes" in text for text in start)
-    still = page.locator("#move-view img").get_attribute("src")
+    still = page.locator("#digits-move-view img").get_attribute("src")
 
-    slider = page.locator("#move-dx input[type=range]")
+    slider = page.locator("#digits-move-dx input[type=range]")
     box = slider.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.mouse.down()
@@ -68,7 +70,7 @@ def move_by_slider_and_keys(page: Any) -> None:
     assert "bit-identical: no" in default
     assert default != start[0]
     assert adaptive == start[1]
-    assert page.locator("#move-view img").get_attribute("src") != still
+    assert page.locator("#digits-move-view img").get_attribute("src") != still
 
     page.keyboard.press("ArrowDown")  # the dx slider has the focus and must not take it for its own
     page.keyboard.press("ArrowDown")
@@ -87,9 +89,9 @@ def move_by_slider_and_keys(page: Any) -> None:
     for _ in range(5):
         page.keyboard.press("ArrowLeft")
     assert cards(page, (15, 2))[1] == start[1]  # out on the left, in on the right
-    page.locator("#move-dx input[type=number]").fill("")  # a box being typed in is no error
+    page.locator("#digits-move-dx input[type=number]").fill("")  # a box being typed in is no error
     cards(page, (0, 2))
-    page.locator("#move-reset").click()
+    page.locator("#digits-move-reset").click()
     assert cards(page, (0, 0)) == start
 
 
@@ -98,9 +100,9 @@ def choose_and_upload(page: Any) -> None:
 
     def shows(image: Tensor) -> None:
         source = re.search(r'src="(.*)"', draw_pixels(image, "")).group(1)  # type: ignore[union-attr]
-        page.wait_for_selector(f'#move-view img[src="{source}"]')
+        page.wait_for_selector(f'#digits-move-view img[src="{source}"]')
 
-    page.locator("#move-examples button").nth(7).click()
+    page.locator("#digits-move-examples button").nth(7).click()
     shows(EXAMPLES[7])
     page.keyboard.press("ArrowUp")
     cards(page, (0, -1))
@@ -123,16 +125,16 @@ def choose_and_upload(page: Any) -> None:
 
 def drag_both_kinds(page: Any) -> None:
     """With the mouse, across the border: a circular shift comes back, a standard one stops there."""
-    page.locator("#move-examples button").nth(3).click()
+    page.locator("#digits-move-examples button").nth(3).click()
     page.locator(".note").wait_for(state="detached")
-    page.locator("#move-reset").click()
+    page.locator("#digits-move-reset").click()
     start = cards(page, (0, 0))
-    box = page.locator("#move-view .picture").bounding_box()
+    box = page.locator("#digits-move-view .picture").bounding_box()
     pixel = box["width"] / 32
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     for kind, (right, down), then in (("circular", (5, -3), (5, -3)), ("circular", (12, 0), (-15, -3)),
                                       ("standard", (-20, 1), (-16, -2))):  # fmt: skip
-        page.locator("#move-kind").get_by_text(kind, exact=True).click()
+        page.locator("#digits-move-kind").get_by_text(kind, exact=True).click()
         page.mouse.move(x, y)
         page.mouse.down()
         page.mouse.move(x + right * pixel, y + down * pixel, steps=4)
@@ -149,7 +151,7 @@ def use_a_phone(page: Any) -> None:
     for tab, picture in (
         ("segmentation", "#masks-view .picture"),
         ("pan", ".pan .window"),
-        ("move", "#move-view .picture"),
+        ("move", "#digits-move-view .picture"),
     ):
         page.get_by_role("tab", name=tab).tap()
         page.locator(picture).wait_for()
@@ -162,7 +164,7 @@ def use_a_phone(page: Any) -> None:
             assert place["y"] + place["height"] < 844, tab
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, tab
     assert brightness(page) < 60
-    page.locator("#move-reset").tap()
+    page.locator("#digits-move-reset").tap()
     cards(page, (0, 0))
     touch = page.context.new_cdp_session(page)
     x, y, pixel = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, box["width"] / 32
@@ -171,3 +173,30 @@ def use_a_phone(page: Any) -> None:
         touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
     cards(page, (0, -6))
     assert page.evaluate("window.scrollY") == 0
+
+
+@pytest.mark.slow
+def test_a_person_can_choose_photographs_or_digits(tmp_path: Path) -> None:
+    """Else a model of photographs hides the digits, or keys move an image that nobody sees."""
+    model = create_model("swin_mini", num_classes=3)
+    model.name_classes(["cat", "frog", "truck"])
+    Preprocess(size=(32, 32)).save(model.save_pretrained(tmp_path / "model"))
+    with (
+        serving(tmp_path / "gradio", "--default", str(tmp_path / "model")) as address,
+        browsing(address, tmp_path) as (page, wrong),
+    ):
+        page.wait_for_selector("#photographs-move-panels .card >> nth=1")
+        assert "cat" in page.locator("#photographs-move-panels").inner_text()
+        assert not page.locator("#digits-move-panels").is_visible()
+        page.locator("#move-source").get_by_text("digits", exact=True).click()
+        page.locator("#digits-move-panels").wait_for(state="visible")
+        assert not page.locator("#photographs-move-panels").is_visible()
+        _, dx, dy = choose_opening(SIDES[0], EXAMPLES)
+        cards(page, (dx, dy))
+        page.keyboard.press("ArrowRight")
+        cards(page, (dx + 1, dy))
+        page.get_by_role("tab", name="pan").click()
+        page.locator("#photographs-pan-panel .pan").wait_for(state="visible")
+        page.locator("#pan-source").get_by_text("digits", exact=True).click()
+        page.locator("#digits-pan-panel .pan").wait_for(state="visible")
+        assert wrong == []

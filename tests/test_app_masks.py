@@ -104,7 +104,7 @@ def test_other_models_are_refused() -> None:
 def test_a_person_can_move_a_scene(tmp_path: Path) -> None:
     """Else nothing moves: keys act in the tab that is open, the pointer drags, another scene can be chosen."""
     with serving(tmp_path / "gradio") as address, browsing(address, tmp_path) as (page, wrong):
-        elsewhere = page.locator("#move-panels .cards").get_attribute("data-shift")
+        elsewhere = page.locator("#digits-move-panels .cards").get_attribute("data-shift")
         page.get_by_role("tab", name="segmentation").click()
         changed(page, IMAGES[OPENING_SCENE], *OPENINGS[0])
         page.locator("#masks-reset").click()
@@ -125,7 +125,7 @@ def test_a_person_can_move_a_scene(tmp_path: Path) -> None:
         page.locator("#masks-kind").get_by_text("standard", exact=True).click()  # what has the focus leaves us the keys
         page.keyboard.press("ArrowRight")
         changed(page, IMAGES[2], 11, 1, "standard")
-        assert elsewhere == page.locator("#move-panels .cards").get_attribute("data-shift")
+        assert elsewhere == page.locator("#digits-move-panels .cards").get_attribute("data-shift")
         assert wrong == []
 
 

@@ -123,7 +123,7 @@ def test_a_person_can_pan(tmp_path: Path) -> None:
         pan = glide(SIDES, digit_scene(EXAMPLES, 0), REACH_DIGITS, 0)
         for index in (int(pan.flips(0)[0]) - 1, int(pan.flips(0)[0])):  # before and after the first flip
             shows(page, pan, index)
-        page.locator("#pan-examples button").nth(7).click()
+        page.locator("#digits-pan-examples button").nth(7).click()
         page.wait_for_selector('.pan[data-label="7"]')
         photograph = png(load_sample_images().images[0])
         files = page.locator("input[type=file]").last

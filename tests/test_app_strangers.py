@@ -28,7 +28,7 @@ def busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[str,
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
-    page, go_on, draw = build.build_page(SIDES, SEGMENTERS), threading.Event(), build.draw
+    page, go_on, draw = build.build_page({"digits": SIDES}, SEGMENTERS), threading.Event(), build.draw
     monkeypatch.setattr(build, "draw", lambda *given: (go_on.wait(60), draw(*given))[1])
     port = free_port()
     build.serve(page, "127.0.0.1", port)

@@ -2,12 +2,11 @@
 
 import html
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sklearn.datasets import load_sample_images
 from torch import Tensor
 
 from common.publishing.quotas import Quotas
@@ -16,7 +15,7 @@ from .controls import EVERY, QUIET, build_mover, build_strip
 from .masks import OPENING_SCENE, Segmenter, draw_masks, draw_names, load_scene_images
 from .move import OPENINGS, SCALE, choose_opening, draw
 from .pan import REACH_DIGITS, REACH_PHOTOGRAPHS, digit_scene, draw_pan, glide, photograph_scene
-from .sides import Side, fit, load_examples, read_upload
+from .sides import Side, fit, load_examples, load_photographs, read_upload
 
 __all__ = ["PAPER", "build_page", "serve"]
 
@@ -40,12 +39,14 @@ A model is marked green while its label is that class."""
 SEGMENTATION = """A label for every pixel. The scene moves, each model labels it, and its mask is shifted back: it
 should be the mask in place. Pixels whose label changed are red."""
 SHARED = " Both models have the same weights, trained with anchors; the default one works without them."
-DIGITS = " The models know light digits on dark ground."
+
+Sides = tuple[Side, Side]
 
 
-def build_page(sides: tuple[Side, Side], segmenters: tuple[Segmenter, Segmenter],
+def build_page(sources: Mapping[str, Sides], segmenters: tuple[Segmenter, Segmenter],
                links: Mapping[str, str] | None = None) -> Any:  # fmt: skip
-    """The page; ``links`` are shown below the title, by name."""
+    """The page. ``sources``: a default and an adaptive model for each kind of images, by its name; the page opens with
+    the first. ``links`` are shown below the title, by name."""
     import gradio as gr
 
     with gr.Blocks(title="Shift-equivariant vision transformers", fill_width=True, analytics_enabled=False,
@@ -55,16 +56,35 @@ def build_page(sides: tuple[Side, Side], segmenters: tuple[Segmenter, Segmenter]
         gr.HTML(f"<h1>{TITLE}</h1><nav>{' · '.join(shown)}</nav>", elem_id="title")
         with gr.Tabs():
             with gr.Tab("move"):
-                build_move(sides)
+                build_sources("move", sources, build_move)
             with gr.Tab("pan"):
-                build_pan(sides)
+                build_sources("pan", sources, build_pan)
             with gr.Tab("segmentation"):
                 build_segmentation(segmenters)
         page.load(None, js=(HERE / "page.js").read_text())
     return page
 
 
-def build_move(sides: tuple[Side, Side]) -> None:
+def build_sources(tab: str, sources: Mapping[str, Sides], build: Callable[[str, Sides], None]) -> None:
+    """A part for every source, by ids ``source-tab-...``; the one that is chosen is there to see."""
+    import gradio as gr
+
+    first, *others = sources
+    choice = gr.Radio([first, *others], value=first, show_label=False, visible=bool(others), elem_id=f"{tab}-source")
+    parts = []
+    for name, sides in sources.items():
+        with gr.Column(visible=name == first) as part:
+            build(f"{name}-{tab}", sides)
+        parts.append(part)
+
+    def show(chosen: str) -> list[Any]:
+        return [gr.Column(visible=name == chosen) for name in sources]
+
+    if others:
+        choice.change(show, choice, parts, **EVERY, **QUIET)
+
+
+def build_move(name: str, sides: Sides) -> None:
     import gradio as gr
 
     preprocess, examples = sides[0].preprocess, load_examples(sides[0])
@@ -83,22 +103,22 @@ def build_move(sides: tuple[Side, Side]) -> None:
     picture, cards = draw(sides, examples[start], dx, dy)
     with gr.Row():
         with gr.Column(scale=2, min_width=280):
-            mover = build_mover("move", picture, preprocess.size, dx, dy)
+            mover = build_mover(name, picture, preprocess.size, dx, dy)
             own = gr.UploadButton("Upload an image", **FILE)
         with gr.Column(scale=5, min_width=320):
-            strip, chosen = build_strip("move", examples)
-            panels = gr.HTML(cards, elem_id="move-panels")
-            gr.Markdown(MOVE + "\n\n" + LEGEND + (DIGITS if sides[0].knows_digits else ""))
+            strip, chosen = build_strip(name, examples)
+            panels = gr.HTML(cards, elem_id=f"{name}-panels")
+            gr.Markdown(f"{MOVE} {sides[0].scope}\n\n{LEGEND}")
     follow = mover.follow(redraw, image, [mover.view, panels])
     strip.select(choose, None, image, **EVERY, **QUIET).then(**follow)
     own.upload(upload, own, [image, mover.dx, mover.dy], **EVERY, **QUIET).success(**follow)
 
 
-def build_pan(sides: tuple[Side, Side]) -> None:
+def build_pan(name: str, sides: Sides) -> None:
     import gradio as gr
 
     preprocess, digits = sides[0].preprocess, sides[0].knows_digits
-    photographs = load_sample_images().images
+    photographs = load_photographs()
     examples = load_examples(sides[0]) if digits else [fit(photo, preprocess) for photo in photographs]
 
     def over_example(index: int) -> str:
@@ -117,9 +137,9 @@ def build_pan(sides: tuple[Side, Side]) -> None:
 
     with gr.Row():
         with gr.Column(scale=5, min_width=320):
-            panel = gr.HTML(over_example(0), elem_id="pan-panel")
+            panel = gr.HTML(over_example(0), elem_id=f"{name}-panel")
         with gr.Column(scale=1, min_width=280):
-            strip, chosen = build_strip("pan", examples)
+            strip, chosen = build_strip(name, examples)
             own = gr.UploadButton("Upload a large picture", **FILE)
             gr.Markdown(PAN)
     strip.select(choose, None, panel, **EVERY, **QUIET)

@@ -1,13 +1,14 @@
 """What the page compares, and on what: the two models, images of its own, files of strangers."""
 
 import base64
+import html
 import io
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
-from sklearn.datasets import load_sample_images
 from torch import Tensor
 
 from common import from_pretrained
@@ -17,9 +18,20 @@ from common.data.splits import load_digits_data
 from common.models.classifier import Classifier
 from common.models.hub import resolve_file
 
-__all__ = ["MAX_PIXELS", "Side", "draw_pixels", "fit", "load_examples", "load_sides", "misfit", "read_upload"]
+__all__ = [
+    "MAX_PIXELS",
+    "Side",
+    "draw_pixels",
+    "fit",
+    "load_examples",
+    "load_photographs",
+    "load_sides",
+    "misfit",
+    "read_upload",
+]
 
 DIGITS = tuple(map(str, range(10)))
+PHOTOGRAPHS = ("cheetah1.jpg", "lion.jpg", "cheetah.jpg", "bus.png")
 COLOURLESS = 8  # levels between the channels of a pixel, on average, up to which an image counts as grey
 MAX_PIXELS = 25_000_000  # of an image, by its header: a small file may unfold to gigabytes
 
@@ -40,6 +52,14 @@ class Side:
     @property
     def knows_digits(self) -> bool:
         return self.model.class_names == DIGITS
+
+    @property
+    def scope(self) -> str:
+        """What the model knows, as a sentence."""
+        if self.knows_digits:
+            return "The models know light digits on dark ground."
+        few = self.model.class_names if len(self.model.class_names) <= 20 else ()
+        return f"The models know {len(few)} things: {html.escape(', '.join(few))}." if few else ""
 
 
 def load_sides(default: str, adaptive: str) -> tuple[Side, Side]:
@@ -65,15 +85,27 @@ def fit(pixels: np.ndarray, preprocess: Preprocess) -> Tensor:
 
 
 def load_examples(side: Side) -> list[Tensor]:
-    """For models of digits a held-out digit of each class, for others cuts of scikit-learn's two photographs."""
+    """For models of digits a held-out digit of each class, for others the middle of photographs."""
     if side.knows_digits:
         _, test = load_digits_data()
         first = [int((test.labels == label).nonzero()[0]) for label in range(len(test.classes))]
         pixels = [test.images[i].permute(1, 2, 0).numpy() for i in first]
     else:
-        photographs = load_sample_images().images  # wider than high
-        pixels = [photo[:, left : left + len(photo)] for photo in photographs for left in (0, 100, 200)]
+        pixels = [_middle(photograph) for photograph in load_photographs()]
     return [fit(each, side.preprocess) for each in pixels]
+
+
+def load_photographs() -> list[np.ndarray]:
+    """Photographs (h, w, 3) that gradio brings along: two cheetahs, a lion, a bus."""
+    from gradio.media import get_image
+
+    return [decode_image(Path(get_image(name)).read_bytes(), MAX_PIXELS) for name in PHOTOGRAPHS]
+
+
+def _middle(pixels: np.ndarray) -> np.ndarray:
+    side = min(pixels.shape[:2])
+    top, left = ((have - side) // 2 for have in pixels.shape[:2])
+    return pixels[top : top + side, left : left + side]
 
 
 def misfit(image: Tensor, side: Side) -> str:
