@@ -190,7 +190,7 @@ def test_depthwise_norm_is_for_inference() -> None:
 @pytest.mark.parametrize(("name", "calls"), [("cvt_micro", 12), ("mvitv2_micro", 20)])
 def test_models_use_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str, calls: int, adaptive: bool) -> None:
     """Every query, key and value of a model goes through a kernel, and its logits stay what they were."""
-    launched = launches(monkeypatch, "depthwise", "pooling")
+    launched = launches(monkeypatch, "depthwise", "folding", "pooling")
     model = create_model(name, adaptive=adaptive, anchors=()).eval()
     assert_same_logits_by_kernels(monkeypatch, model, launched, calls)
 

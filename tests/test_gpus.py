@@ -110,7 +110,7 @@ def test_small_tiles_of_products_and_images_give_the_same(monkeypatch: pytest.Mo
     images, place = torch.randn(2, 3, 40, 50), Canonical()
     merged, expected = reduce_patches(x, offset, norm, reduction)[0], place.offset(images)
     with cards.assumed(Card("small", 75, 8_000)):
-        assert kernels.merging._product_tiles(x, 96, 192)["K"] == 16  # type: ignore[index]
+        assert kernels.merge_product._product_tiles(x, 96, 192)["K"] == 16  # type: ignore[index]
         torch.testing.assert_close(reduce_patches(x, offset, norm, reduction)[0], merged, rtol=1e-4, atol=1e-4)
     with cards.assumed(Card("small", 89, 19_000)):
         assert torch.equal(place.offset(images), expected)

@@ -197,7 +197,7 @@ def test_phases_of_convolutions(monkeypatch: pytest.MonkeyPatch, kernel: int, st
     anchor = ConvAnchor(score=score, sketch=sketch)
     conv = nn.Conv2d(channels, 32, kernel, stride, padding)
     x = torch.randn(4, channels, 8, 12)
-    launched = launches(monkeypatch, "token_scores")
+    launched = launches(monkeypatch, "token_energy", "token_rows", "token_scores")
     fast, plain = both(monkeypatch, lambda: anchor.offset(x, conv, low_precision=True))
     assert launched
     assert torch.equal(fast, plain)
@@ -277,7 +277,7 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
     module = kernels.token_scores
     readings = {c: how._replace(programs=programs, **pairs) for c, how in module.READINGS.items()}
     monkeypatch.setattr(module, "READINGS", readings)
-    monkeypatch.setattr(module, "PROGRAMS", programs)
+    monkeypatch.setattr(kernels.token_rows, "PROGRAMS", programs)
     score, direction = "energy" if norm is None else "signed", ConvAnchor().direction
     conv = Strided((kernel, kernel), (stride, stride), (kernel - 2, kernel - 2))
     x = torch.randn(3, 1 + size[0] * size[1], channels)[:, 1:].unflatten(1, size)  # behind another token
@@ -286,7 +286,7 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
     known = [None, None, None]
     if norm == "patch":
         known = [weight.sum((1, 2, 3)), *moments(x, direction)[:2]]
-    launched = launches(monkeypatch, "token_scores", "choices")
+    launched = launches(monkeypatch, "token_energy", "token_rows", "token_scores", "choices")
 
     def scores(parts: Tensor) -> Tensor:
         energy, toward = parts.double().sum(1).unbind(1)
@@ -334,7 +334,7 @@ def test_phase_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, known: bool) 
     layer = KeysAndValues(norm, *(nn.Conv2d(32, 32, 3, 2, 1, groups=32, bias=False) for _ in range(2)))
     x = torch.randn(6, 8, 14, 32) * (0.5 + torch.rand(6, 8, 14, 1)) + torch.randn(6, 8, 14, 1)
     prepared = (norm(x), None) if known else None
-    launched = launches(monkeypatch, "token_scores")
+    launched = launches(monkeypatch, "token_energy", "token_rows", "token_scores")
     fast, plain = both(monkeypatch, lambda: anchor.choose(x, layer, low_precision=True, prepared=prepared))
     assert launched
     assert torch.equal(fast, plain)

@@ -28,7 +28,7 @@ FAR = [(5, 9), (4, 7), (0, 9), (3, 2)]  # of 6 x 10 tokens: whole turns less one
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the merging kernels that ran, in turn."""
-    return launches(monkeypatch, "merging")
+    return launches(monkeypatch, "merging", "merge_product")
 
 
 def lively(norm: nn.LayerNorm) -> nn.LayerNorm:
@@ -186,7 +186,7 @@ def test_merged_product(monkeypatch: pytest.MonkeyPatch, launched: list[str], ch
                         fewest: int) -> None:  # fmt: skip
     """Inference in one kernel gives what the three steps give: whole blocks and others, a block that begins inside an
     image, every phase and whole turns less one, a mean far from zero; cut as for many images, or as for these."""
-    monkeypatch.setattr(kernels.merging, "FEWEST", fewest)
+    monkeypatch.setattr(kernels.merge_product, "FEWEST", fewest)
     norm = None if kind == "no norm" else lively(nn.LayerNorm(4 * channels, bias=kind == "norm"))
     reduction = nn.Linear(4 * channels, outputs, bias=False)
     x = torch.randn(6, 14, 10, channels) + torch.tensor([0.0, 30.0, -30.0, 1.0, 3.0, 0.0]).view(6, 1, 1, 1)
@@ -201,7 +201,7 @@ def test_merged_product(monkeypatch: pytest.MonkeyPatch, launched: list[str], ch
 @torch.no_grad()
 def test_moments_of_a_merged_product(monkeypatch: pytest.MonkeyPatch, outputs: int, known: bool) -> None:
     """What a pass of its own would find; left to one where no program has all outputs of a token."""
-    monkeypatch.setattr(kernels.merging, "FEWEST", 0)
+    monkeypatch.setattr(kernels.merge_product, "FEWEST", 0)
     norm, reduction = lively(nn.LayerNorm(80)), nn.Linear(80, outputs, bias=False)
     x, offset, wave = torch.randn(4, 6, 14, 20), torch.tensor(PHASES), torch.randn(outputs + 3)
     tokens, moments = reduce_patches(x, offset, norm, reduction, direction=wave)
@@ -340,7 +340,7 @@ def test_tokens_in_float32_are_scored_as_they_are_multiplied(monkeypatch: pytest
     anchor, reduction = MergeAnchor(sketch=4), nn.Linear(4 * 32, 64, bias=False)
     x = torch.randn(2, 6, 8, 32)
     weights = Mergings(x.half(), [Merging(reduction, None)], anchor).take(reduction)
-    launched = launches(monkeypatch, "token_scores")
+    launched = launches(monkeypatch, "token_energy", "token_rows", "token_scores")
     offset = anchor.choose(x, reduction, None, low_precision=True, prepared=weights)
     assert launched in (["_token_rows"], ["_token_scores"])
     assert torch.equal(offset, anchor.choose(x.half(), reduction, None, low_precision=True, prepared=weights))

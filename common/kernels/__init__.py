@@ -10,23 +10,20 @@ from .depthwise import (
     depthwise_norm_kernel,
     fits_depthwise_kernel,
     fits_depthwise_norm,
-    normed_taps,
 )
-from .image_conv import all_phases, fits_image_phases, fits_image_tokens, image_phases, image_tokens, in_pieces
+from .folding import normed_taps
+from .image_conv import fits_image_phases, fits_image_tokens, image_phases, image_tokens
+from .image_pieces import all_phases, in_pieces
+from .merge_product import fits_merged_product, merged_product
 from .merge_weights import Mergings, best_window_beside, fits_beside, merging_weights
-from .merging import fits_merge_kernel, fits_merged_product, merged_product, rolled_merge
+from .merging import fits_merge_kernel, rolled_merge
 from .pixels import fits_image_windows, image_windows, is_packed, packed
 from .pooling import fits_pooled, fits_pooled_maximum, fits_positioned, pooled, pooled_maximum, positioned
 from .residual import add_norm, fits_add_norm
 from .rolling import fits_roll_kernel, rolled
 from .sketching import Pooled, convolution_taps, depthwise_taps, fits_sketch, pooled_taps, sketched
-from .token_scores import (
-    best_of_tokens,
-    fits_token_kernel,
-    fits_token_scores,
-    in_one_pass,
-    token_energies,
-)
+from .token_energy import fits_token_kernel, token_energies
+from .token_scores import best_of_tokens, fits_token_scores, in_one_pass
 from .windows import fits_window_kernel, window_attention
 
 __all__ = [
