@@ -7,8 +7,8 @@ Mixup of 0.8 and cutmix of 1.0 are the original's. The paper's tables of preproc
 batches, but it trains with "default training settings". Swin-T reaches 79.5 % top-1 in 30 epochs without them, 85.8 %
 in 80 epochs with them (paper, 100 epochs: 90.2 %).
 
-The original multiplies its learning rate by the number of GPUs, whatever the batch, and leaves the last one as it is. So
-on CIFAR two GPUs give 5e-4. By the images of a batch it would be 9.4e-5, which is worse: in 10 epochs CvT-13 reaches
+The original multiplies its learning rate by the number of GPUs, whatever the batch, and leaves the last one as it is:
+on CIFAR, two GPUs give 5e-4. By the images of a batch it would be 9.4e-5, which is worse: in 10 epochs CvT-13 reaches
 74.9 % at 5e-4, 67.7 % at 9.4e-5.
 """
 

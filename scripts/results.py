@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"swin": swin.RECIPES, "swinv2": swinv2.RECIPES, "cvt": cvt.RECIPES, "mvitv2": mvitv2.RECIPES}
 TABLES = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet": "imagenet"}
 """By title: how the names of a table's recipes begin."""
+SMALL = "cifar10_mini"
 ABLATION = ("cifar10_modules", "cifar10_no_token", "cifar10_no_window", "cifar10_no_merge")
 SCENES = {name: recipe for name, recipe in segmentation.RECIPES.items() if recipe.target}
 DIGITS = ("model", "top1", "c_cons", "s_cons", "epochs", "parameters", "train_seconds")
@@ -82,6 +83,7 @@ CIFAR = [
     "and `cifar10_no_*` have it off. `cifar10` has the paper's score (`energy`, all channels), `cifar10_ours` our",
     "default (`docs/scores.md`). `cifar10_canonical` has the canonical anchor and none of the paper's modules.", "",
 ]  # fmt: skip
+LEAST = 20  # epochs of a run that stands in a row
 LENGTH = {"data", "epochs", "warmup_epochs", "seed", "metrics"}
 """Settings in which a run may differ from its row: how long, and with which random numbers."""
 
@@ -89,7 +91,7 @@ LENGTH = {"data", "epochs", "warmup_epochs", "seed", "metrics"}
 def rows_of(prefix: str) -> list[tuple[str, BaseRecipe]]:
     """Names and recipes of a table's rows, architecture by architecture."""
     return [(name, recipe) for recipes in PACKAGES.values() for name, recipe in recipes.items()
-            if name.partition("_")[0] == prefix]  # fmt: skip
+            if name.partition("_")[0] == prefix and not name.startswith(SMALL)]  # fmt: skip
 
 
 def matches(run: dict[str, Any], name: str, recipe: BaseRecipe) -> bool:
@@ -101,8 +103,9 @@ def matches(run: dict[str, Any], name: str, recipe: BaseRecipe) -> bool:
 
 
 def longest(runs: list[dict[str, Any]], name: str, recipe: BaseRecipe) -> list[dict[str, Any]]:
-    """The runs of a row; of several lengths the longest, as a mean over lengths would say nothing."""
-    found = [run for run in runs if matches(run, name, recipe)]
+    """The runs of a row; of several lengths the longest, as a mean over lengths would say nothing. None that was too
+    short to be compared."""
+    found = [run for run in runs if matches(run, name, recipe) and run["epochs"] >= LEAST]
     return [run for run in found if run["epochs"] == max(other["epochs"] for other in found)]
 
 
@@ -150,7 +153,7 @@ def other_row(run: dict[str, Any]) -> dict[str, Any]:
     measured = {key: run.get(key) for key in ("top1", "c_cons", "s_cons")}
     return {"model": run["model"], "arguments": arguments, **measured,
             "epochs": run["epochs"], "batch": settings["batch_size"],
-            "lr": f"{settings['lr'] * settings['batch_size'] / settings['lr_batch']:.2g}",
+            "lr": f"{settings['lr'] * settings['batch_size'] / (settings['lr_batch'] or settings['batch_size']):.2g}",
             "mixup": settings.get("mixup", 0.0), "commit": run.get("commit", "-"),
             "note": run.get("note", "-")}  # fmt: skip
 
