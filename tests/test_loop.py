@@ -194,8 +194,11 @@ def test_a_compiled_run_leaves_a_loadable_model(monkeypatch: pytest.MonkeyPatch,
     """A compiler wraps the model: its name must not get into those of the weights."""
     from accelerate.utils import TorchDynamoPlugin
 
-    monkeypatch.setattr(engine, "TorchDynamoPlugin", lambda backend: TorchDynamoPlugin(backend="eager"))
-    results = train_digits(tmp_path, "--compile")
+    modes = []
+    monkeypatch.setattr(engine, "TorchDynamoPlugin",
+                        lambda backend, mode: modes.append(mode) or TorchDynamoPlugin(backend="eager"))  # fmt: skip
+    results = train_digits(tmp_path, "--compile", "--compile_mode", "reduce-overhead")
+    assert modes == ["reduce-overhead"]
     again = evaluate(from_pretrained(tmp_path).eval(), load_data("digits")[1].head(64),
                      Preprocess.load(tmp_path / PREPROCESSOR_NAME), ["top1"], progress=False)  # fmt: skip
     assert again["top1"] == results["top1"]

@@ -67,7 +67,7 @@ def _accelerator(options: RunOptions) -> Accelerator:
         log_with=None if options.report_to == "none" else options.report_to.split(","),
         project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "tracking")),
         dataloader_config=DataLoaderConfiguration(non_blocking=True),  # else every batch waits for the last step
-        dynamo_plugin=TorchDynamoPlugin(backend="inductor") if options.compile else None,
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode=options.compile_mode) if options.compile else None,
     )
     try:
         return Accelerator(**settings)

@@ -101,6 +101,7 @@ class RunOptions:
     gradient_accumulation_steps: int = 1  # parts that a batch is computed in
     gradient_checkpointing: bool = False  # compute activations again instead of keeping them
     compile: bool = False  # torch.compile
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"  # reduce-overhead: CUDA graphs
     channels_last: bool = False  # memory format of convolutions
     cpu_threads: int = 1  # on a CPU: one thread gives the same bits whatever the cores; 0: as torch chooses
     dataloader_num_workers: int = min(8, os.cpu_count() or 1)  # processes that decode large images
