@@ -213,3 +213,10 @@ def awkward_images(side: int) -> dict[str, Tensor]:
 
 ALL_PHASES = [(h, w) for h in range(4) for w in range(4)]
 LARGE_SHIFTS = [(17, 101), (-5, 223), (-64, 33), (225, 450), (112, -1)]
+
+
+def lively(norm: nn.LayerNorm) -> nn.LayerNorm:
+    """A norm that has learnt something."""
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    return norm
