@@ -48,6 +48,8 @@ def _depthwise(x: Tensor, weight: Tensor, stride: int, circular: bool, origin: T
     x, pad = x.permute(0, 3, 1, 2), weight.shape[0] // 2
     if circular:
         x, pad = circular_pad(x, (pad, pad, pad, pad)), 0
+    elif torch.is_grad_enabled() and not x.is_cuda:  # see circular_pad
+        x = x.contiguous()
     kernel = weight.to(x.dtype).permute(2, 0, 1)[:, None]  # C, 1, k, k
     return F.conv2d(x, kernel, stride=stride, padding=pad, groups=x.shape[1]).permute(0, 2, 3, 1)
 

@@ -109,8 +109,13 @@ def circular_pad(x: Tensor, pad: tuple[int, int, int, int]) -> Tensor:
     """Pad (B, C, H, W) with its own opposite side; ``pad`` is (left, right, top, bottom) as in ``F.pad``."""
     if not any(pad):
         return x
-    # F.pad copies the middle and each border in turn: several passes on a GPU, and yet the faster form on a CPU
-    return _CircularPad.apply(x, pad) if x.is_cuda else F.pad(x, pad, mode="circular")
+    if x.is_cuda:
+        return _CircularPad.apply(x, pad)
+    if torch.is_grad_enabled():  # on a CPU, convolutions learn faster where F.pad has put channels apart,
+        return F.pad(x, pad, mode="circular")
+    for dim, before, after in ((3, *pad[:2]), (2, *pad[2:])):  # and infer faster where they stay beside one another
+        x = torch.cat([x.narrow(dim, x.shape[dim] - before, before), x, x.narrow(dim, 0, after)], dim)
+    return x
 
 
 def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
