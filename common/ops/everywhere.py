@@ -23,8 +23,8 @@ def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | N
         t = _by_taps(x, weight, conv.padding)
     else:
         x = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))
-        if not x.is_cuda:  # where it takes a fifth to a half less time
-            x, weight = (each.contiguous(memory_format=torch.channels_last) for each in (x, weight))
+        if not x.is_cuda:  # with channels beside one another: a fifth to a half less time
+            x, weight = (each.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for each in (x, weight))
         t = F.conv2d(x, weight, groups=channels // weight.shape[1])
     t = t if t.dtype == torch.float64 else t.float()
     return t if bias is None else t + bias.view(1, -1, 1, 1)
