@@ -82,7 +82,7 @@ def transformers_model(name: str) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
-    ("cvt_13", torch.float32), ("cvt_13", torch.float64), ("cvt_21", torch.float64),
+    ("cvt_13", torch.float32), ("cvt_13", torch.float64), pytest.param("cvt_21", torch.float64, marks=pytest.mark.slow),
     ("swin_tiny", torch.float64), ("swinv2_tiny", torch.float64),
 ], ids=str)  # fmt: skip
 def test_equals_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

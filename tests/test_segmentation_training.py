@@ -224,6 +224,7 @@ def test_recipes_are_valid(name: str) -> None:
     assert model.config["padding_mode"] == (None if own else "circular")
 
 
+@pytest.mark.slow
 def test_rows_of_the_paper_run_small(tmp_path: Path) -> None:
     """``reproduce.py`` would fail after days, not after seconds."""
 

@@ -143,6 +143,7 @@ def write_hub_parquet(path: Path, count: int, size: tuple[int, int] = (16, 16)) 
     datasets.Dataset.from_dict(rows, features=features).to_parquet(path)
 
 
+@pytest.mark.slow
 def test_streams_give_every_image_once_and_shuffle_by_epoch(tmp_path: Path) -> None:
     for shard in range(2):
         write_hub_parquet(tmp_path / f"train-{shard}.parquet", 10)
