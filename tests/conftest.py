@@ -66,6 +66,11 @@ def both(monkeypatch: pytest.MonkeyPatch, f: Callable[[], Any]) -> tuple[Any, An
     return fast, f()
 
 
+def pairs(monkeypatch: pytest.MonkeyPatch, f: Callable[[], list[Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Each result with kernels beside the one without."""
+    return list(zip(*both(monkeypatch, f), strict=True))
+
+
 def launches(monkeypatch: pytest.MonkeyPatch, *modules: str) -> list[str]:
     """Names of the kernels that modules of ``common.kernels`` launch from now on, in turn."""
     names: list[str] = []

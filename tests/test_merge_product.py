@@ -1,14 +1,12 @@
 """Patch merging in one product, without the patches: kernels, what they make of weights, models that run on them."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from conftest import both as with_and_without
-from conftest import interpreted, launches, lively
-from torch import Tensor, nn
+from conftest import interpreted, launches, lively, pairs
+from torch import nn
 
 from common import kernels
 from common.anchors import MergeAnchor, WindowAnchor
@@ -24,11 +22,6 @@ PHASES = [(0, 0), (0, 1), (1, 0), (1, 1)]
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the merging kernels that ran, in turn."""
     return launches(monkeypatch, "merging", "merge_product")
-
-
-def both(monkeypatch: pytest.MonkeyPatch, f: Callable[[], list[Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Results with kernels beside those without."""
-    return list(zip(*with_and_without(monkeypatch, f), strict=True))
 
 
 @interpreted
@@ -47,7 +40,7 @@ def test_merged_product(monkeypatch: pytest.MonkeyPatch, launched: list[str], ch
     reduction = nn.Linear(4 * channels, outputs, bias=False)
     x = torch.randn(6, 14, 10, channels) + torch.tensor([0.0, 30.0, -30.0, 1.0, 3.0, 0.0]).view(6, 1, 1, 1)
     offset = torch.tensor([*PHASES, (13, 9), (6, 9)])
-    ((fast, plain),) = both(monkeypatch, lambda: [reduce_patches(x, offset, norm, reduction)[0]])
+    ((fast, plain),) = pairs(monkeypatch, lambda: [reduce_patches(x, offset, norm, reduction)[0]])
     assert launched == ["_merged_product"]
     assert torch.allclose(fast, plain, atol=2e-4, rtol=1e-4)
 

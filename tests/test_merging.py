@@ -1,14 +1,12 @@
 """Patch merging at an offset: the kernels and their gradients against the torch form."""
 
 import sys
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from conftest import both as with_and_without
-from conftest import interpreted, launches, lively
+from conftest import interpreted, launches, lively, pairs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,11 +26,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launches(monkeypatch, "merging", "merge_product")
 
 
-def both(monkeypatch: pytest.MonkeyPatch, f: Callable[[], list[Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Results with kernels beside those without."""
-    return list(zip(*with_and_without(monkeypatch, f), strict=True))
-
-
 @interpreted
 @pytest.mark.parametrize("offsets", [PHASES, FAR], ids=["phases", "far"])
 @pytest.mark.parametrize("kind", ["norm", "norm without bias", "no norm"])
@@ -50,7 +43,7 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch, launched: list[str], channel
         out = merge_patches(x, offset, norm)
         return [out, *torch.autograd.grad(out, inputs, upstream)]
 
-    compared = both(monkeypatch, run)
+    compared = pairs(monkeypatch, run)
     assert launched == ["_rolled_merge", "_rolled_merge_backward"]
     assert len(compared) == {"norm": 4, "norm without bias": 3, "no norm": 2}[kind]
     for fast, plain in compared:
@@ -107,7 +100,7 @@ def test_gradients_where_only_some_are_wanted(monkeypatch: pytest.MonkeyPatch) -
         norm.requires_grad_()
         return [*learned, *torch.autograd.grad(frozen, tokens, torch.arange(256.0).view(2, 32, 2, 2))]
 
-    for fast, plain in both(monkeypatch, run):
+    for fast, plain in pairs(monkeypatch, run):
         assert torch.allclose(fast, plain, atol=1e-4, rtol=1e-4)
 
 
