@@ -4,9 +4,9 @@ python scripts/side_by_side.py cvt/cifar10_default cvt/cifar10_ours --battery --
     --mixed_precision bf16 --compile
 
 A run is FOLDER/RECIPE. Flags that are not listed below go to every ``train.py``; those of one run follow its name:
-``"cvt/cifar10_default --lr 5e-4"``. ``+`` before a run makes it wait for all runs before it, of which it may take the
-weights: ``"+cvt/cifar10_adapted --pretrained {cvt/cifar10_default}"``. On CUDA the runs share the GPU by its
-multi-process service, if that is installed.
+``"cvt/cifar10_default --lr 5e-4"``. A run waits for one that it names in braces, to take its weights:
+``"cvt/cifar10_adapted --pretrained {cvt/cifar10_default}"``. ``+`` before a run makes it wait for all runs before it.
+On CUDA the runs share the GPU by its multi-process service, if that is installed.
 
 Every run has a folder in ``--output_dir``, with a log of what it printed. With ``--battery`` a trained model is
 measured, into ``battery.json`` beside it. ``--budget`` stops all runs after so many seconds: each writes a checkpoint,
@@ -114,15 +114,16 @@ def read_runs(texts: Sequence[str], output: Path) -> list[Run]:
         folder, _, recipe = name.partition("/")
         if folder not in FOLDERS or not recipe:
             raise ValueError(f"{text!r} is no run: write FOLDER/RECIPE, with a folder of {', '.join(FOLDERS)}")
-        known = {f"{run.folder}/{run.recipe}": str(run.directory) for run in runs}
-        for each, directory in known.items():
-            flags = [flag.replace(f"{{{each}}}", directory) for flag in flags]
+        known = {f"{run.folder}/{run.recipe}": run for run in runs}
+        after = list(runs) if waits else [run for each, run in known.items() if f"{{{each}}}" in text]
+        for each, run in known.items():
+            flags = [flag.replace(f"{{{each}}}", str(run.directory)) for flag in flags]
         if unknown := [flag for flag in flags if re.search(r"\{.+?\}", flag)]:
             raise ValueError(f"{unknown[0]} names no run before {name!r}: there is {', '.join(known) or 'none'}")
         label = "_".join([folder, recipe, *(flag.strip("-").replace("/", "-") for flag in flags if "/" not in flag)])
         if label in {run.directory.name for run in runs}:
             raise ValueError(f"{text!r} is given twice: two runs would share one folder")
-        runs.append(Run(folder, recipe, flags, output / label, list(runs) if waits else []))
+        runs.append(Run(folder, recipe, flags, output / label, after))
     return runs
 
 

@@ -54,13 +54,17 @@ def run(script: SimpleNamespace, *words: str) -> list[dict[str, Any]]:
 
 def test_runs_wait_for_those_whose_weights_they_take(script: SimpleNamespace) -> None:
     """Else a model is made adaptive before it is trained."""
-    runs = "swin/a", "cvt/b --lr 5e-4", "+cvt/c --pretrained {cvt/b}"
+    runs = "swin/a", "cvt/b --lr 5e-4", "cvt/c --pretrained {cvt/b}"
     rows = run(script, *runs, "--battery", "--mixed_precision", "bf16", "--epochs", "2")
     assert [(row["run"], row["state"], row["epoch"], row["top1"]) for row in rows] == [
         ("swin_a", "done", 3, 50.0), ("cvt_b_lr_5e-4", "done", 3, 50.0), ("cvt_c_pretrained", "done", 3, 50.0),
     ]  # fmt: skip
     notes = (script.output / "notes.txt").read_text().splitlines()
     assert notes[-1].startswith("cvt_c_pretrained ")
+    after = [
+        [other.directory.name for other in each.after] for each in script.read_runs([*runs, "+cvt/d"], script.output)
+    ]
+    assert after == [[], [], ["cvt_b_lr_5e-4"], ["swin_a", "cvt_b_lr_5e-4", "cvt_c_pretrained"]]
     assert f"--pretrained {script.output / 'cvt_b_lr_5e-4'}" in notes[-1]
     assert all("--data digits --mixed_precision bf16 --epochs 2" in note for note in notes)
     assert all((script.output / row["run"] / "battery.json").exists() for row in rows)
