@@ -75,9 +75,11 @@ class Run:
             self.state = "done"
         elif self.state == "trained" and battery is not None:
             self.start("is measured", ["scripts/battery.py", *battery, "--model", str(self.directory), "--json",
-                                       str(self.directory / "battery.json")])  # fmt: skip
+                                       str(self.directory / "battery.part.json")])  # fmt: skip
         elif self.state == "is measured" and not running:
-            self.state = "done" if measured and self.process is not None and self.process.returncode == 0 else "failed"
+            self.state = "done" if self.process is not None and self.process.returncode == 0 else "failed"
+            for part in self.directory.glob("battery.part.*") if self.state == "done" else ():  # a battery is whole
+                part.replace(self.directory / part.name.replace(".part", ""))
 
     def start(self, state: str, command: Sequence[str]) -> None:
         self.state = state
@@ -92,8 +94,13 @@ class Run:
             return
         os.killpg(self.process.pid, signal.SIGTERM)
         self.state = "stopped"
+
+    def wait(self, until: float) -> None:
+        """Until it has ended, and no longer than asked."""
+        if self.process is None:
+            return
         try:
-            self.process.wait(GRACE)
+            self.process.wait(max(0.1, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -179,6 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         finally:
             for run in runs:
                 run.stop()
+            end = time.monotonic() + GRACE
+            for run in runs:
+                run.wait(end)
     rows = [run.row() for run in runs]
     write_json(args.output_dir / "summary.json", rows)
     print(format_table(rows))

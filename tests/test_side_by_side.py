@@ -69,8 +69,15 @@ def test_runs_wait_for_those_whose_weights_they_take(script: SimpleNamespace) ->
     assert all("--data digits --mixed_precision bf16 --epochs 2" in note for note in notes)
     assert all((script.output / row["run"] / "battery.json").exists() for row in rows)
     assert json.loads((script.output / "summary.json").read_text()) == rows
+    measured = script.output / "swin_a" / "battery.json"
+    measured.write_text("as it was")
     run(script, "swin/a", "--battery")  # what is done is not done again
     assert (script.output / "notes.txt").read_text().splitlines() == notes
+    assert measured.read_text() == "as it was"
+    measured.rename(measured.with_name("battery.part.json"))  # as a measurement leaves it that was cut
+    run(script, "swin/a", "--battery")
+    assert measured.read_text() == "{}"
+    assert not measured.with_name("battery.part.json").exists()
 
 
 def test_time_is_up_and_the_same_command_goes_on(script: SimpleNamespace) -> None:
