@@ -74,6 +74,12 @@ CIFAR10_ADAPTED_10 = replace(CIFAR10_ADAPTED, epochs=10, target={"top1": 91.72, 
 """The same after 10 epochs. Without fine-tuning: ``python cvt/evaluate.py --model outputs/cifar10_default --data
 uoft-cs/cifar10 --model_args adaptive=true``."""
 
+CIFAR10_ADAPTED_OURS = replace(CIFAR10_ADAPTED, model_args={}, target={})
+"""20 epochs with our own default score, which is what ``adapt`` gives."""
+
+CIFAR10_ADAPTED_OURS_10 = replace(CIFAR10_ADAPTED_OURS, epochs=10)
+"""The same after 10 epochs."""
+
 IMAGENET = Recipe(model="a_cvt_13", data="ILSVRC/imagenet-1k", epochs=300, batch_size=2048, lr=2.5e-4, lr_batch=256,
                   warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, clip_grad=0.0, label_smoothing=0.1,
                   resize=256, flip=True, mixup=0.8, cutmix=1.0, metrics=("top1", "c_cons"),
@@ -127,6 +133,8 @@ RECIPES = {
     "cifar100_default": CIFAR100_DEFAULT,
     "cifar10_adapted": CIFAR10_ADAPTED,
     "cifar10_adapted_10": CIFAR10_ADAPTED_10,
+    "cifar10_adapted_ours": CIFAR10_ADAPTED_OURS,
+    "cifar10_adapted_ours_10": CIFAR10_ADAPTED_OURS_10,
     "imagenet": IMAGENET,
     "imagenet_default": IMAGENET_DEFAULT,
     "imagenet_standard": IMAGENET_STANDARD,

@@ -105,7 +105,7 @@ def matches(run: dict[str, Any], name: str, recipe: BaseRecipe) -> bool:
 def longest(runs: list[dict[str, Any]], name: str, recipe: BaseRecipe) -> list[dict[str, Any]]:
     """The runs of a row; of several lengths the longest, as a mean over lengths would say nothing. None that was too
     short to be compared."""
-    found = [run for run in runs if matches(run, name, recipe) and run["epochs"] >= LEAST]
+    found = [run for run in runs if matches(run, name, recipe) and run["epochs"] >= min(LEAST, recipe.epochs)]
     return [run for run in found if run["epochs"] == max(other["epochs"] for other in found)]
 
 
