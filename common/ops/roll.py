@@ -17,15 +17,18 @@ __all__ = ["circular_pad", "convolve", "reads_from_origin", "roll"]
 def _gather(x: Tensor, offset: Tensor, dims: tuple[int, int]) -> Tensor:
     """Read ``x`` at positions moved by ``offset`` in [0, side]: one indexed read, no wrap-around copies."""
     rank = dims[1] + 1  # dimensions after the last rolled one are read whole
+    moved = {0: torch.arange(len(x), device=x.device)[:, None]}
+    for d, o in zip(dims, offset.unbind(1), strict=True):
+        i = torch.arange(x.shape[d], device=x.device) + o[:, None]
+        moved[d] = torch.where(i < x.shape[d], i, i - x.shape[d])  # B, side; cheaper than a remainder per element
+    if rank == x.ndim == dims[0] + 2:  # images: on a CPU a fifth of the time that an index for each dimension takes
+        place = moved[rank - 2][:, :, None] * x.shape[-1] + moved[rank - 1][:, None]
+        place = place.view(len(place), *[1] * (rank - 3), -1).expand(*x.shape[:-2], -1)
+        return x.flatten(-2).gather(-1, place).unflatten(-1, x.shape[-2:])
     index = []
     for d in range(rank):
-        i = torch.arange(x.shape[d], device=x.device)
-        if d in dims:
-            i = i + offset[:, dims.index(d), None]
-            i = torch.where(i < x.shape[d], i, i - x.shape[d])  # B, side; cheaper than a remainder per element
-            index.append(i.view([i.shape[0], *(-1 if k == d else 1 for k in range(1, rank))]))
-        else:
-            index.append(i.view([-1 if k == d else 1 for k in range(rank)]))
+        i = moved[d] if d in moved else torch.arange(x.shape[d], device=x.device)[None]
+        index.append(i.view([i.shape[0], *(-1 if k == d else 1 for k in range(1, rank))]))
     return x[tuple(index)]
 
 
@@ -69,7 +72,8 @@ def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1), within: bo
         offset = torch.stack([offset[:, 0] % x.shape[h], offset[:, 1] % x.shape[w]], 1)
     if (h, w) == (1, 2) and kernels.fits_roll_kernel(x):
         return kernels.rolled(x, offset, 0)
-    return _Roll.apply(x, offset, (h, w))
+    differentiable = torch.is_grad_enabled() and x.requires_grad
+    return _Roll.apply(x, offset, (h, w)) if differentiable else _gather(x, offset, (h, w))
 
 
 def reads_from_origin(x: Tensor, inference: bool = False) -> bool:
