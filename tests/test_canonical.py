@@ -238,17 +238,17 @@ def test_images_are_packed_as_they_are_read(monkeypatch: pytest.MonkeyPatch, cha
 @pytest.mark.parametrize(("size", "rows"), [((12, 20), 4), ((7, 130), 6)])
 def test_weights_are_mixed_meanwhile(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], rows: int) -> None:
     """By programs beside those that choose: the same combinations, and the same places."""
-    x, mixing = torch.randn(3, 3, *size), torch.randn(rows, 64)[:, :24]
+    x, projection = torch.randn(3, 3, *size), torch.randn(rows, 64)[:, :24]
     weight, bias, canonical = torch.randn(24, 75), torch.randn(24), Canonical()
     launched = launches(monkeypatch, "canonical", "sketching")
-    offset, _, sketched = canonical.place(x, torch.float16, [mixing, weight, bias])
+    offset, _, sketched = canonical.place(x, torch.float16, [projection, weight, bias])
     assert launched == ["_read", "_choose"]
     assert torch.equal(offset, canonical.offset(x))
     assert sketched is not None
-    for one, other in zip(sketched, kernels.sketched(mixing, weight, bias), strict=True):
+    for one, other in zip(sketched, kernels.sketched(projection, weight, bias), strict=True):
         assert torch.equal(one, other)
-    assert torch.allclose(sketched[0], mixing @ weight, atol=1e-4)
-    assert torch.allclose(sketched[1], mixing @ bias, atol=1e-4)
+    assert torch.allclose(sketched[0], projection @ weight, atol=1e-4)
+    assert torch.allclose(sketched[1], projection @ bias, atol=1e-4)
 
 
 @interpreted

@@ -289,9 +289,9 @@ def test_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch, kernel: int, stri
     launched = launches(monkeypatch, "token_energy", "token_rows", "token_scores", "choices")
 
     def scores(parts: Tensor) -> Tensor:
-        energy, toward = parts.double().sum(1).unbind(1)
+        energy, along = parts.double().sum(1).unbind(1)
         rms = (energy.sum((1, 2), keepdim=True) / (size[0] * size[1])).sqrt()
-        return energy + 0.01 * rms * toward if score == "signed" else energy
+        return energy + 0.01 * rms * along if score == "signed" else energy
 
     given = [*plain_taps(weight, bias, x.dtype, True), direction, *known, kernel, stride, 1e-5]
     fast = scores(module.token_scores(x, *given))

@@ -52,12 +52,12 @@ def test_moments_of_a_merged_product(monkeypatch: pytest.MonkeyPatch, outputs: i
     """What a pass of its own would find; left to one where no program has all outputs of a token."""
     monkeypatch.setattr(kernels.merge_product, "FEWEST", 0)
     norm, reduction = lively(nn.LayerNorm(80)), nn.Linear(80, outputs, bias=False)
-    x, offset, wave = torch.randn(4, 6, 14, 20), torch.tensor(PHASES), torch.randn(outputs + 3)
-    tokens, moments = reduce_patches(x, offset, norm, reduction, direction=wave)
+    x, offset, direction = torch.randn(4, 6, 14, 20), torch.tensor(PHASES), torch.randn(outputs + 3)
+    tokens, moments = reduce_patches(x, offset, norm, reduction, direction=direction)
     assert torch.equal(tokens, reduce_patches(x, offset, norm, reduction)[0])
     assert (moments is not None) == known
     if moments is not None:
-        assert torch.allclose(moments, kernels.token_moments(tokens, wave), atol=1e-4, rtol=1e-5)
+        assert torch.allclose(moments, kernels.token_moments(tokens, direction), atol=1e-4, rtol=1e-5)
 
 
 @interpreted
@@ -70,8 +70,8 @@ def test_merged_product_in_half_precision(normalised: bool) -> None:
     weight = torch.randn(64, 128) / 128**0.5
     gains, biases = ([], []) if norm is None else ([norm.weight], [norm.bias])
     sums, squares = (None, None) if norm is None else (x.float().sum(-1), x.float().square().sum(-1))
-    made = kernels.merging_weights(kernels.Mergings([weight], None, gains, biases, x.dtype, x.dtype, [True], [False]))
-    _, _, scaled, folded = made[0]
+    given = kernels.Mergings([weight], None, gains, biases, x.dtype, x.dtype, [True], [False])
+    _, _, scaled, folded = kernels.merging_weights(given)[0]
     out, _ = kernels.merged_product(x, offset, scaled, folded if normalised else None, sums, squares, 1e-5)
     expected = merge_patches(x.double(), offset, None if norm is None else deepcopy(norm).double()) @ weight.double().T
     assert out.dtype == torch.half
@@ -107,25 +107,25 @@ def test_weights_of_a_merging(channels: int, outputs: int, sketch: int, normalis
     norm, reduction = lively(nn.LayerNorm(4 * channels)), nn.Linear(4 * channels, outputs, bias=False)
     anchor, x = MergeAnchor(sketch=sketch), torch.randn(1, 4, 4, channels)
     given = norm if normalised else None
-    made = Mergings(x, [Merging(reduction, given)], anchor).take(reduction)
-    assert made is not None
-    assert made.scaled is not None
-    assert (made.taps is not None) == (sketch > 0)
+    prepared = Mergings(x, [Merging(reduction, given)], anchor).take(reduction)
+    assert prepared is not None
+    assert prepared.scaled is not None
+    assert (prepared.taps is not None) == (sketch > 0)
     kernel, sums, constant = MergeEnergy(reduction, given, anchor).combined()
-    if made.taps is not None and not made.once:
-        taps = made.taps.unflatten(0, (2, 2)).permute(2, 3, 0, 1)
+    if prepared.taps is not None and not prepared.paired:
+        taps = prepared.taps.unflatten(0, (2, 2)).permute(2, 3, 0, 1)
         assert torch.allclose(taps, kernel, atol=1e-5, rtol=1e-5)
         if normalised:
-            assert torch.allclose(made.sums, sums, atol=1e-4, rtol=1e-5)
-            assert torch.allclose(made.constant, constant, atol=1e-4, rtol=1e-5)
+            assert torch.allclose(prepared.sums, sums, atol=1e-4, rtol=1e-5)
+            assert torch.allclose(prepared.constant, constant, atol=1e-4, rtol=1e-5)
     if normalised:
-        assert torch.allclose(made.folded[0], (reduction.weight * norm.weight).sum(1), atol=1e-5)
-        assert torch.allclose(made.folded[1], reduction.weight @ norm.bias, atol=1e-5)
-    assert torch.equal(made.scaled, reduction.weight * norm.weight if normalised else reduction.weight)
+        assert torch.allclose(prepared.folded[0], (reduction.weight * norm.weight).sum(1), atol=1e-5)
+        assert torch.allclose(prepared.folded[1], reduction.weight @ norm.bias, atol=1e-5)
+    assert torch.equal(prepared.scaled, reduction.weight * norm.weight if normalised else reduction.weight)
     offset = torch.tensor([[1, 3]])
-    out, _ = reduce_patches(x, offset, given, reduction, made)
+    out, _ = reduce_patches(x, offset, given, reduction, prepared)
     assert torch.equal(out, reduce_patches(x, offset, given, reduction)[0])
-    known = anchor.choose(x, reduction, given, low_precision=True, prepared=made)
+    known = anchor.choose(x, reduction, given, low_precision=True, prepared=prepared)
     assert torch.equal(known, anchor.choose(x, reduction, given, low_precision=True))
 
 
@@ -151,7 +151,7 @@ def test_weights_of_several_mergings(monkeypatch: pytest.MonkeyPatch, count: int
     plan = Mergings(x, mergings, anchor)
     together = [plan.take(merging.reduction) for merging in mergings]
     assert launched == ["_merging_weights"] * (1 if count < 4 else 2)
-    assert [weights.once for weights in together] == [True, False, True, False][:count]
+    assert [weights.paired for weights in together] == [True, False, True, False][:count]
     for merging, weights in zip(mergings, together, strict=True):
         alone = Mergings(x, [merging], anchor).take(merging.reduction)
         for one, other in zip(weights, alone, strict=True):
@@ -170,10 +170,10 @@ def test_windows_beside_weights(monkeypatch: pytest.MonkeyPatch, size: tuple[int
     windows, anchor, x = WindowAnchor(), MergeAnchor(sketch=4), torch.randn(3, *size, 8)
     mergings = several(2, normalised)
     offset, apart = windows.offset(x, window, low_precision=True), Mergings(x, mergings, anchor)
-    _, square, toward = kernels.token_moments(x, windows.direction).unbind(1)
+    _, square, along = kernels.token_moments(x, windows.direction).unbind(1)
     launched, plan = launches(monkeypatch, "merge_weights", "choices"), Mergings(x, mergings, anchor)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    chosen = best_partition(square, toward, windows.window_weights, window, 2, 0.1 * (2 / 8) ** 0.5, None, plan)
+    chosen = best_partition(square, along, windows.window_weights, window, 2, 0.1 * (2 / 8) ** 0.5, None, plan)
     monkeypatch.undo()
     assert launched == ["_merging_weights"]
     assert torch.equal(chosen, offset)

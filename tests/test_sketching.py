@@ -35,40 +35,40 @@ def test_sketched_weights(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...
 Taps = Callable[[bool], tuple[Tensor, ...]]
 
 
-def assert_same_taps(monkeypatch: pytest.MonkeyPatch, ready: Taps | None, plain: Taps, once: bool,
+def assert_same_taps(monkeypatch: pytest.MonkeyPatch, prepared: Taps | None, plain: Taps, paired: bool,
                      calls: list[str]) -> None:  # fmt: skip
     """That these kernels make all of what the readable code makes: memory is no number before it is written."""
     launched = launches(monkeypatch, "sketching", "merge_weights")
-    assert ready is not None
+    assert prepared is not None
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
-        made = ready(once)
+        results = prepared(paired)
     finally:
         torch.use_deterministic_algorithms(False)
     assert launched == calls
     monkeypatch.setattr(kernels.base, "ENABLED", False)
-    for found, expected in zip(made, plain(once), strict=True):
+    for found, expected in zip(results, plain(paired), strict=True):
         assert found.dtype == expected.dtype
         assert found.shape == expected.shape
         assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
-LAYOUTS = pytest.mark.parametrize(("once", "sketch"), [(True, 4), (False, 4), (False, 8)])
+LAYOUTS = pytest.mark.parametrize(("paired", "sketch"), [(True, 4), (False, 4), (False, 8)])
 
 
 @interpreted
 @LAYOUTS
 @pytest.mark.parametrize(("kernel", "channels", "biased"), [(2, 16, True), (3, 24, True), (3, 5, False)])
 @torch.no_grad()
-def test_taps_of_a_convolution(monkeypatch: pytest.MonkeyPatch, kernel: int, channels: int, biased: bool, once: bool,
+def test_taps_of_a_convolution(monkeypatch: pytest.MonkeyPatch, kernel: int, channels: int, biased: bool, paired: bool,
                                sketch: int) -> None:  # fmt: skip
     anchor, conv = ConvAnchor(sketch=sketch), nn.Conv2d(channels, 40, kernel, 2, bias=biased)
     energy = ConvEnergy(conv, anchor)
     weight, bias = energy.combined(torch.float32)
-    assert_same_taps(monkeypatch, lambda once: kernels.convolution_taps(energy.mixing(), conv.weight, conv.bias,
-                                                                        torch.float32, once),
-                     lambda once: plain_taps(weight, bias, torch.float32, once), once,
+    assert_same_taps(monkeypatch, lambda paired: kernels.convolution_taps(energy.projection(), conv.weight, conv.bias,
+                                                                        torch.float32, paired),
+                     lambda paired: plain_taps(weight, bias, torch.float32, paired), paired,
                      ["_convolution_taps"])  # fmt: skip
 
 
@@ -76,14 +76,14 @@ def test_taps_of_a_convolution(monkeypatch: pytest.MonkeyPatch, kernel: int, cha
 @LAYOUTS
 @pytest.mark.parametrize("channels", [32, 20])
 @torch.no_grad()
-def test_taps_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, channels: int, once: bool, sketch: int) -> None:
+def test_taps_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, channels: int, paired: bool, sketch: int) -> None:
     anchor = ProjectionAnchor(sketch=sketch)
     key, value = (nn.Conv2d(channels, channels, 3, 2, 1, groups=channels, bias=False) for _ in range(2))
     (projection,) = KeysAndValues(nn.LayerNorm(channels), key, value).projections(anchor)
-    mixing = anchor.directions[:, : 2 * channels]
-    assert_same_taps(monkeypatch, lambda once: kernels.depthwise_taps(mixing, key.weight, value.weight, torch.float32,
-                                                                      once),
-                     lambda once: plain_taps(projection.weight, None, torch.float32, once), once,
+    directions = anchor.directions[:, : 2 * channels]
+    assert_same_taps(monkeypatch, lambda paired: kernels.depthwise_taps(directions, key.weight, value.weight,
+                                                                        torch.float32, paired),
+                     lambda paired: plain_taps(projection.weight, None, torch.float32, paired), paired,
                      ["_depthwise_taps"])  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_taps_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, channels: int,
 @LAYOUTS
 @pytest.mark.parametrize(("stride_q", "stride_kv", "stride"), [(2, 2, 2), (1, 4, 4), (2, 1, 2)])
 @torch.no_grad()
-def test_taps_of_poolings(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride_kv: int, stride: int, once: bool,
+def test_taps_of_poolings(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride_kv: int, stride: int, paired: bool,
                           sketch: int) -> None:  # fmt: skip
     """Of queries, keys and values, of keys and values, and of queries alone: with projection and heads. What is added
     is left in nine parts to a kernel that adds them up."""
@@ -103,19 +103,19 @@ def test_taps_of_poolings(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride
     )
     (projection,), pooling = layer.projections(anchor), layer.pooling()
 
-    def ready(once: bool) -> tuple[Tensor, ...]:
-        ((taps, parts),) = pooled_taps([pooling], anchor, torch.float32, once)
-        return taps, parts.sum(0) if once else parts
+    def prepared(paired: bool) -> tuple[Tensor, ...]:
+        ((taps, parts),) = pooled_taps([pooling], anchor, torch.float32, paired)
+        return taps, parts.sum(0) if paired else parts
 
-    assert_same_taps(monkeypatch, ready,
-                     lambda once: plain_taps(projection.weight, projection.bias, torch.float32, once), once,
+    assert_same_taps(monkeypatch, prepared,
+                     lambda paired: plain_taps(projection.weight, projection.bias, torch.float32, paired), paired,
                      ["_pooled_taps"])  # fmt: skip
 
 
 @interpreted
 @LAYOUTS
 @torch.no_grad()
-def test_taps_of_several_poolings(monkeypatch: pytest.MonkeyPatch, once: bool, sketch: int) -> None:
+def test_taps_of_several_poolings(monkeypatch: pytest.MonkeyPatch, paired: bool, sketch: int) -> None:
     """Five in one launch, of other widths, heads and poolings each, and what is left in another."""
     anchor, layers = ProjectionAnchor(sketch=sketch), []
     for dim, heads, strides, stride in ((20, 1, (1, 4), 4), (20, 2, (2, 2), 2), (48, 2, (1, 2), 2), (33, 3, (2, 1), 2),
@@ -125,35 +125,35 @@ def test_taps_of_several_poolings(monkeypatch: pytest.MonkeyPatch, once: bool, s
         layers.append(PooledProjections(nn.LayerNorm(dim), (stride, stride), randomize(attn).poolings()))
     kept = [projection for layer in layers for projection in layer.projections(anchor)]
 
-    def ready(once: bool) -> tuple[Tensor, ...]:
-        made = pooled_taps([layer.pooling() for layer in layers], anchor, torch.float32, once)
-        return tuple(t for taps, parts in made for t in (taps, parts.sum(0) if once else parts))
+    def prepared(paired: bool) -> tuple[Tensor, ...]:
+        found = pooled_taps([layer.pooling() for layer in layers], anchor, torch.float32, paired)
+        return tuple(t for taps, parts in found for t in (taps, parts.sum(0) if paired else parts))
 
-    def plain(once: bool) -> tuple[Tensor, ...]:
-        return tuple(t for one in kept for t in plain_taps(one.weight, one.bias, torch.float32, once))
+    def plain(paired: bool) -> tuple[Tensor, ...]:
+        return tuple(t for one in kept for t in plain_taps(one.weight, one.bias, torch.float32, paired))
 
-    assert_same_taps(monkeypatch, ready, plain, once, ["_pooled_taps", "_pooled_taps"])
+    assert_same_taps(monkeypatch, prepared, plain, paired, ["_pooled_taps", "_pooled_taps"])
 
 
 @interpreted
 @pytest.mark.parametrize("normalised", [True, False])
 @LAYOUTS
 @torch.no_grad()
-def test_taps_of_a_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool, once: bool, sketch: int) -> None:
+def test_taps_of_a_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool, paired: bool, sketch: int) -> None:
     anchor, reduction, norm = MergeAnchor(sketch=sketch), nn.Linear(80, 40, bias=False), randomize(nn.LayerNorm(80))
     given, x = norm if normalised else None, torch.randn(1, 4, 4, 20)
 
-    def ready(once: bool) -> tuple[Tensor, ...]:
+    def prepared(paired: bool) -> tuple[Tensor, ...]:
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, "fits_token_scores", lambda *args: once)
+            patch.setattr(kernels, "fits_token_scores", lambda *args: paired)
             patch.setattr(kernels, "fits_merged_product", lambda *args: False)
-            made = Mergings(x, [Merging(reduction, given)], anchor).take(reduction)
-        assert made is not None
-        whole = [] if made.sums is None else [t.sum(0) if once else t for t in (made.sums, made.constant)]
-        return made.taps.flatten(0, -2), *whole
+            found = Mergings(x, [Merging(reduction, given)], anchor).take(reduction)
+        assert found is not None
+        whole = [] if found.sums is None else [t.sum(0) if paired else t for t in (found.sums, found.constant)]
+        return found.taps.flatten(0, -2), *whole
 
-    def plain(once: bool) -> tuple[Tensor, ...]:
+    def plain(paired: bool) -> tuple[Tensor, ...]:
         kernel, sums, constant = MergeEnergy(reduction, given, anchor).combined()
-        return plain_taps(kernel, None, torch.float32, once)[0], *([] if sums is None else [sums, constant])
+        return plain_taps(kernel, None, torch.float32, paired)[0], *([] if sums is None else [sums, constant])
 
-    assert_same_taps(monkeypatch, ready, plain, once, ["_merging_weights"])
+    assert_same_taps(monkeypatch, prepared, plain, paired, ["_merging_weights"])

@@ -25,8 +25,8 @@ class Anchor(Fixed):
 
     def on(self, grid: Grid, *layers: Any) -> Grid:
         grid = self.prepared(grid, *layers)
-        origin = self.choose(grid.tokens, *layers, low_precision=grid.canonical, origin=grid.origin, known=grid.moments,
-                             prepared=grid.shared)  # fmt: skip
+        origin = self.choose(grid.tokens, *layers, low_precision=grid.canonical, origin=grid.origin,
+                             known_moments=grid.moments, prepared=grid.shared)  # fmt: skip
         return grid._replace(origin=origin)
 
     def prepared(self, grid: Grid, *layers: Any) -> Grid:
@@ -39,19 +39,20 @@ class Anchor(Fixed):
 
     @torch.no_grad()
     def choose(self, x: Tensor, *layers: Any, low_precision: bool = False, origin: Tensor | None = None,
-               known: Tensor | None = None, prepared: Any = None) -> Tensor:  # fmt: skip
+               known_moments: Tensor | None = None, prepared: Any = None) -> Tensor:  # fmt: skip
         """``offset`` of tokens that are read from ``origin`` (B, 2) on, if not from (0, 0), in their own places.
-        ``known`` are their moments (B, 3, H, W), ``prepared`` what is made of the layer already, where kernels do."""
+        Kernels leave ``known_moments`` of the tokens (B, 3, H, W) and what is ``prepared`` of the layer."""
         if self.scores_layer:
             with nullcontext() if low_precision else torch.autocast(x.device.type, enabled=False):
                 x = x if low_precision or x.dtype == torch.float64 else x.float()
                 energy = self.energy(*layers) if low_precision else None
                 return best_phase(x, lambda t: self.scores(t, *layers), energy, origin, prepared)
-        square, toward = (moments(x, self.direction) if known is None or not low_precision else known.unbind(1))[1:]
+        known = known_moments if low_precision else None
+        _, square, along = moments(x, self.direction) if known is None else known.unbind(1)
         if not low_precision:
-            square, toward = to_float64(square), to_float64(toward)
+            square, along = to_float64(square), to_float64(along)
         gain = self.score.tie_break * (2.0 / x.shape[3]) ** 0.5
-        return best_partition(square, toward, self.window_weights, self.window(*layers), self.score.power, gain, origin,
+        return best_partition(square, along, self.window_weights, self.window(*layers), self.score.power, gain, origin,
                               prepared)  # fmt: skip
 
     @property

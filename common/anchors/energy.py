@@ -33,8 +33,8 @@ def token_energy(t: Tensor, score: str, dim: int = 1) -> Tensor:
     t = t.movedim(dim, -1)
     channel = torch.arange(t.shape[-1], device=t.device, dtype=t.dtype)
     r = torch.sin(1.0 + 12.9898 * channel) * (2.0 / t.shape[-1]) ** 0.5  # no model is likely to be aligned with it
-    energy, toward = to_float64(energy), to_float64((t * r).sum(-1))
-    return energy + 0.01 * energy.mean((-2, -1), keepdim=True).sqrt() * toward
+    energy, along = to_float64(energy), to_float64((t * r).sum(-1))
+    return energy + 0.01 * energy.mean((-2, -1), keepdim=True).sqrt() * along
 
 
 def phase_energies(t: Tensor, stride: Sequence[int], score: str) -> Tensor:

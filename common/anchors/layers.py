@@ -54,15 +54,15 @@ class PooledProjections(NamedTuple):
     poolings: Sequence[Pooling]
 
     def projections(self, anchor: Anchor) -> list[Projection]:
-        made = []
+        projections = []
         for qkv, outputs, pools, heads in self.poolings:
             taps = torch.cat([gathered(pool.weight)[:, 0].repeat(heads, 1, 1) for pool in pools])  # D, k, k
             conv, linear = Strided.of(pools[0]), (gathered(qkv.weight)[outputs], gathered(qkv.bias)[outputs])
-            made.append(Projection(taps[:, None], None, conv, linear))
+            projections.append(Projection(taps[:, None], None, conv, linear))
             if anchor.sketch:
                 weight, bias = taps[:, None] * linear[0][..., None, None], taps.sum((1, 2)) * linear[1]
-                made[-1] = Projection(anchor.combined(weight), anchor.combined(bias), conv)
-        return made
+                projections[-1] = Projection(anchor.combined(weight), anchor.combined(bias), conv)
+        return projections
 
     def pooling(self) -> Pooling | None:
         """The only one, if kernels are to score it."""

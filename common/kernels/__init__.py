@@ -15,7 +15,7 @@ from .folding import normed_taps
 from .image_conv import fits_image_phases, fits_image_tokens, image_phases, image_tokens
 from .image_pieces import all_phases, in_pieces
 from .merge_product import fits_merged_product, merged_product
-from .merge_weights import Mergings, best_window_beside, fits_beside, merging_weights
+from .merge_weights import Mergings, best_window_fused, fits_fused_windows, merging_weights
 from .merging import fits_merge_kernel, rolled_merge
 from .pixels import fits_image_windows, image_windows, is_packed, packed
 from .pooling import fits_pooled, fits_pooled_maximum, fits_positioned, pooled, pooled_maximum, positioned
@@ -36,7 +36,7 @@ __all__ = [
     "best_of_tokens",
     "best_phase",
     "best_window",
-    "best_window_beside",
+    "best_window_fused",
     "canonical_offset",
     "convolution_taps",
     "convolved",
@@ -44,11 +44,11 @@ __all__ = [
     "depthwise_norm_kernel",
     "depthwise_taps",
     "fits_add_norm",
-    "fits_beside",
     "fits_canonical_kernel",
     "fits_convolved",
     "fits_depthwise_kernel",
     "fits_depthwise_norm",
+    "fits_fused_windows",
     "fits_gelu_kernel",
     "fits_image_phases",
     "fits_image_tokens",

@@ -207,7 +207,7 @@ if AVAILABLE:
         tl.store(out + 2 * image + 1, right.to(tl.int64))
 
     @triton.jit
-    def _choose(d, g, kernel, s, out, mixing, weight, bias, mixed, constant, images, length, height, width, ms,
+    def _choose(d, g, kernel, s, out, projection, weight, bias, mixed, constant, images, length, height, width, ms,
                 TH: tl.constexpr, TW: tl.constexpr, PARTS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
                 N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr,
                 BIAS: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
@@ -216,7 +216,7 @@ if AVAILABLE:
         if program < images:
             _place(program, d, g, kernel, s, out, length, height, width, TH, TW, PARTS, DOWN, ACROSS, N, K)
         elif COUNT > 0:
-            mix(program - images, mixing, weight, bias, mixed, constant, ms, WIDTH, D, COUNT, BIAS, ROWS, J)
+            mix(program - images, projection, weight, bias, mixed, constant, ms, WIDTH, D, COUNT, BIAS, ROWS, J)
 
 
 def canonical_offset(x: Tensor, kernel: Tensor, dtype: torch.dtype | None = None,

@@ -35,15 +35,15 @@ def fits_window_scores(square: Tensor, window: tuple[int, int]) -> bool:
 if AVAILABLE:
 
     @triton.jit
-    def _token_moments(x, wave, out, tokens, area, channels, K: tl.constexpr, BLOCK: tl.constexpr):
+    def _token_moments(x, direction, out, tokens, area, channels, K: tl.constexpr, BLOCK: tl.constexpr):
         i, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, K)
         keep = (i < tokens)[:, None] & (k < channels)[None, :]
         t = tl.load(x + i.to(tl.int64)[:, None] * channels + k[None, :], keep, 0.0).to(tl.float32)
-        toward = tl.load(wave + k, k < channels, 0.0).to(tl.float32)
+        along = tl.load(direction + k, k < channels, 0.0).to(tl.float32)
         place = out + i // area * 3 * area + i % area
         tl.store(place, tl.sum(t, 1), i < tokens)
         tl.store(place + area, tl.sum(t * t, 1), i < tokens)
-        tl.store(place + 2 * area, tl.sum(t * toward[None, :], 1), i < tokens)
+        tl.store(place + 2 * area, tl.sum(t * along[None, :], 1), i < tokens)
 
     @triton.jit
     def _best_phase(parts, at, out, count, area, width, STRIDE: tl.constexpr, SIGNED: tl.constexpr,
@@ -55,9 +55,9 @@ if AVAILABLE:
         for first in range(0, count, BLOCK):
             place = parts + (image * count + first + p)[:, None] * (2 * S) + n[None, :]
             total += tl.load(place, (first + p < count)[:, None], 0.0).to(tl.float64)
-        energy, direction = tl.split(tl.trans(tl.reshape(tl.sum(total, 0), [2, S])))
+        energy, tie_break = tl.split(tl.trans(tl.reshape(tl.sum(total, 0), [2, S])))
         if SIGNED:
-            energy += 0.01 * tl.sqrt(tl.sum(energy, 0) / area) * direction
+            energy += 0.01 * tl.sqrt(tl.sum(energy, 0) / area) * tie_break
         best = tl.min(tl.where(energy == tl.max(energy, 0), phase, S - 1), 0)
         row, column = best // STRIDE, best % STRIDE
         if PLACED:
@@ -82,7 +82,7 @@ if AVAILABLE:
         return tl.min(tl.where(score == tl.max(score, 0), phase, WH * WW - 1), 0)
 
     @triton.jit
-    def choose_window(image, square, toward, taps, out, sm, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    def choose_window(image, square, along, taps, out, sm, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
                       GAIN: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
                       DOWN: tl.constexpr, ACROSS: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                       PRECISION: tl.constexpr):  # fmt: skip
@@ -92,7 +92,7 @@ if AVAILABLE:
         keep, place = (h < HEIGHT)[:, None] & (w < WIDTH)[None, :], h[:, None] * WIDTH + w[None, :]
         strength = tl.sqrt(tl.load(square + image.to(tl.int64) * sm + place, keep, 0.0))
         if GAIN != 0.0:
-            strength += GAIN * tl.load(toward + image.to(tl.int64) * sm + place, keep, 0.0)
+            strength += GAIN * tl.load(along + image.to(tl.int64) * sm + place, keep, 0.0)
         m, n, a, b = tl.arange(0, A * DOWN), tl.arange(0, B * ACROSS), tl.arange(0, A), tl.arange(0, B)
         row, column = m % DOWN * WH + m // DOWN, n % ACROSS * WW + n // ACROSS  # where windows begin
         v = tl.dot(strength, _along(taps, w[:, None], column[None, :], WIDTH, WW), input_precision=PRECISION)
@@ -104,27 +104,27 @@ if AVAILABLE:
         tl.store(out + 2 * image + 1, (best % WW).to(tl.int64))
 
     @triton.jit
-    def _best_window(square, toward, taps, out, sm, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GAIN: tl.constexpr,
+    def _best_window(square, along, taps, out, sm, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GAIN: tl.constexpr,
                      WH: tl.constexpr, WW: tl.constexpr, A: tl.constexpr, B: tl.constexpr, DOWN: tl.constexpr,
                      ACROSS: tl.constexpr, H: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-        choose_window(tl.program_id(0), square, toward, taps, out, sm, HEIGHT, WIDTH, GAIN, WH, WW, A, B, DOWN, ACROSS,
+        choose_window(tl.program_id(0), square, along, taps, out, sm, HEIGHT, WIDTH, GAIN, WH, WW, A, B, DOWN, ACROSS,
                       H, W, PRECISION)  # fmt: skip
 
     @triton.jit
-    def _best_token(square, toward, out, sm, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GAIN: tl.constexpr,
+    def _best_token(square, along, out, sm, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GAIN: tl.constexpr,
                     N: tl.constexpr):  # fmt: skip
         """The strongest token of an image that is one window."""
         image, n = tl.program_id(0), tl.arange(0, N)
         strength = tl.sqrt(tl.load(square + image.to(tl.int64) * sm + n, n < HEIGHT * WIDTH, 0.0))
         if GAIN != 0.0:
-            strength += GAIN * tl.load(toward + image.to(tl.int64) * sm + n, n < HEIGHT * WIDTH, 0.0)
+            strength += GAIN * tl.load(along + image.to(tl.int64) * sm + n, n < HEIGHT * WIDTH, 0.0)
         strength = tl.where(n < HEIGHT * WIDTH, strength, float("-inf"))
         best = tl.min(tl.where(strength == tl.max(strength, 0), n, HEIGHT * WIDTH - 1), 0)
         tl.store(out + 2 * image, (best // WIDTH).to(tl.int64))
         tl.store(out + 2 * image + 1, (best % WIDTH).to(tl.int64))
 
     @triton.jit
-    def _window_energies(square, toward, taps, out, sm, height, width, GAIN: tl.constexpr, WH: tl.constexpr,
+    def _window_energies(square, along, taps, out, sm, height, width, GAIN: tl.constexpr, WH: tl.constexpr,
                          WW: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
         """Windows whose first row has one phase: their weighted means at every first column, squared and summed."""
         image, phase = tl.program_id(0), tl.program_id(1)
@@ -138,7 +138,7 @@ if AVAILABLE:
                 place = image.to(tl.int64) * sm + row[:, None] * width + wrap(w + j, width)[None, :]
                 strength = tl.sqrt(tl.load(square + place, keep, 0.0))
                 if GAIN != 0.0:
-                    strength += GAIN * tl.load(toward + place, keep, 0.0)
+                    strength += GAIN * tl.load(along + place, keep, 0.0)
                 line += tl.load(taps + j) * strength
             v += tl.load(taps + i) * line
         tl.store(out + (image * WH + phase) * width + w, tl.sum(v * v, 0), w < width)
@@ -174,23 +174,23 @@ def best_phase(parts: Tensor, stride: int, area: int, signed: bool, at: Tensor |
 
 
 @operator("shift_vits::best_window")
-def best_window(square: Tensor, toward: Tensor, taps: Tensor, window: list[int], gain: float) -> Tensor:
+def best_window(square: Tensor, along: Tensor, taps: Tensor, window: list[int], gain: float) -> Tensor:
     """Offsets (B, 2) of the partition whose windows' weighted means have the largest norm. Of a single window, that of
     the strongest token.
 
-    A token counts with the root of its ``square`` and ``gain`` times ``toward``, a place in a window with the tap of
+    A token counts with the root of its ``square`` and ``gain`` times ``along``, a place in a window with the tap of
     its row times that of its column.
 
-    Shapes: square and toward (B, H, W), taps (n,), all float32.
+    Shapes: square and along (B, H, W), taps (n,), all float32.
     """
     (b, h, w), (down, across) = square.shape, window
     out = torch.empty((b, 2), dtype=torch.int64, device=square.device)
-    square, toward = rows_apart(square, toward)
+    square, along = rows_apart(square, along)
     if (h, w) == (down, across):
-        launch(_best_token, (b,), square, toward, out, square.stride(0), HEIGHT=h, WIDTH=w, GAIN=gain,
+        launch(_best_token, (b,), square, along, out, square.stride(0), HEIGHT=h, WIDTH=w, GAIN=gain,
                N=next_power_of_2(h * w), num_warps=1 if h * w <= 256 else 4)  # fmt: skip
         return out
-    given, known = (square, toward, taps), window_constants(square, window)
+    given, known = (square, along, taps), window_constants(square, window)
     if known is not None:
         constants, warps = known
         launch(_best_window, (b,), *given, out, square.stride(0), GAIN=gain, **constants, num_warps=warps)
@@ -220,20 +220,20 @@ def window_constants(square: Tensor, window: list[int]) -> tuple[dict[str, Any],
     }, warps  # fmt: skip
 
 
-def rows_apart(square: Tensor, toward: Tensor) -> tuple[Tensor, Tensor]:
+def rows_apart(square: Tensor, along: Tensor) -> tuple[Tensor, Tensor]:
     """Both with the same strides and whole rows one after another, as they are or copied."""
-    if square.stride() == toward.stride() and square.stride()[1:] == (square.shape[2], 1):
-        return square, toward
-    return square.contiguous(), toward.contiguous()
+    if square.stride() == along.stride() and square.stride()[1:] == (square.shape[2], 1):
+        return square, along
+    return square.contiguous(), along.contiguous()
 
 
 @operator("shift_vits::token_moments")
-def token_moments(x: Tensor, wave: Tensor) -> Tensor:
-    """Sums over channels of each token, of its square, and of its product with ``wave``: (B, H, W, C), contiguous
+def token_moments(x: Tensor, direction: Tensor) -> Tensor:
+    """Sums over channels of each token, of its square, and of its product with ``direction``: (B, H, W, C), contiguous
     -> (B, 3, H, W), float32."""
     b, h, w, c = x.shape
     out = torch.empty((b, 3, h, w), dtype=torch.float32, device=x.device)
     block = max(1, min(32, 4096 // next_power_of_2(c)))
-    launch(_token_moments, (-(-b * h * w // block),), x, wave, out, b * h * w, h * w, c, K=next_power_of_2(c),
+    launch(_token_moments, (-(-b * h * w // block),), x, direction, out, b * h * w, h * w, c, K=next_power_of_2(c),
            BLOCK=block, num_warps=4)  # fmt: skip
     return out

@@ -117,8 +117,8 @@ if AVAILABLE:
         return tl.sum(t, 1)
 
     @triton.jit
-    def _image_tokens(x, offset, weights, bias, gain, shift, wave, out, moments, height, width, parts, blocks, sb, sc,
-                      sh, SW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    def _image_tokens(x, offset, weights, bias, gain, shift, direction, out, moments, height, width, parts, blocks, sb,
+                      sc, sh, SW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
                       CIRCULAR: tl.constexpr, PLACED: tl.constexpr, PACKED: tl.constexpr, CHANNELS: tl.constexpr,
                       C: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, TAIL: tl.constexpr, LINE: tl.constexpr,
                       BAND: tl.constexpr, BANDS: tl.constexpr, SETTLED: tl.constexpr, BIAS: tl.constexpr,
@@ -170,20 +170,20 @@ if AVAILABLE:
                     u = (u * scale - mean) * _vector(gain, m, OUTPUTS) + _vector(shift, m, OUTPUTS)
             there = tl.where(i >= first, keep, False)
             if MOMENTS:
-                toward = _sums(t * _vector(wave, n, OUTPUTS), u * _vector(wave, m, OUTPUTS), M, N, REST)
+                along = _sums(t * _vector(direction, n, OUTPUTS), u * _vector(direction, m, OUTPUTS), M, N, REST)
                 tl.store(place + i * across, _sums(t, u, M, N, REST), there)
                 tl.store(place + i * across + area, _sums(t * t, u * u, M, N, REST), there)
-                tl.store(place + i * across + 2 * area, toward, there)
+                tl.store(place + i * across + 2 * area, along, there)
             begin = token + i * (across * OUTPUTS)
             tl.store(begin + n[None, :], t.to(out.dtype.element_ty), there[:, None] & (n < OUTPUTS)[None, :])
             if REST:
                 tl.store(begin + m[None, :], u.to(out.dtype.element_ty), there[:, None] & (m < OUTPUTS)[None, :])
 
     @triton.jit
-    def _image_phases(x, offset, weights, bias, wave, out, height, width, parts, blocks, sb, sc, sh, SW: tl.constexpr,
-                      SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, PLACED: tl.constexpr,
-                      PACKED: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-                      STEPS: tl.constexpr, TAIL: tl.constexpr, LINE: tl.constexpr, BAND: tl.constexpr,
+    def _image_phases(x, offset, weights, bias, direction, out, height, width, parts, blocks, sb, sc, sh,
+                      SW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+                      PLACED: tl.constexpr, PACKED: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr,
+                      K: tl.constexpr, STEPS: tl.constexpr, TAIL: tl.constexpr, LINE: tl.constexpr, BAND: tl.constexpr,
                       BANDS: tl.constexpr, SETTLED: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
                       ROWS: tl.constexpr):  # fmt: skip
         """Some rows of cells of an image: energy and direction of the outputs at each phase, summed.
@@ -225,10 +225,10 @@ if AVAILABLE:
             added = constant * (tl.sum(keep.to(tl.int32), 0) * (last - first))
             energy += constant * (2 * total + added)
             total += added
-        toward = total * (tl.load(wave + n // S) * (2.0 / R) ** 0.5)
+        along = total * (tl.load(direction + n // S) * (2.0 / R) ** 0.5)
         place = out + tl.program_id(0) * 2 * S + tl.arange(0, S)
         tl.store(place, tl.sum(tl.reshape(energy, [R, S]), 0))
-        tl.store(place + S, tl.sum(tl.reshape(toward, [R, S]), 0))
+        tl.store(place + S, tl.sum(tl.reshape(along, [R, S]), 0))
 
 
 def _reading(x: Tensor, size: int, stride: int, outputs: int,
@@ -252,13 +252,13 @@ def _reading(x: Tensor, size: int, stride: int, outputs: int,
 
 @operator("shift_vits::image_tokens")
 def image_tokens(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor | None, gain: Tensor | None,
-                 shift: Tensor | None, eps: float, wave: Tensor | None, size: int, stride: int, padding: int,
+                 shift: Tensor | None, eps: float, direction: Tensor | None, size: int, stride: int, padding: int,
                  circular: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The convolution of images, rolled by ``offset`` (B, 2) in [0, side) and beyond their sides with ``circular``
     themselves, else zeros; with ``gain`` and ``shift`` (D,) normalised as by a LayerNorm.
 
     Products are taken in the type of the weights, sums and the norm in float32. Also what ``token_moments`` makes of
-    the tokens with ``wave``, before they are rounded, or nothing without it.
+    the tokens with ``direction``, before they are rounded, or nothing without it.
 
     Shapes: x (B, C, H, W), any strides, fastest ``packed``, weights (..., D) from ``in_pieces``, of a kernel of
     size x size -> (B, H/s, W/s, D) of the weights' type, (B, 3, H/s, W/s).
@@ -266,21 +266,21 @@ def image_tokens(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor
     b, _, h, w = x.shape
     outputs, rows, across = weights.shape[1], h // stride, w // stride
     out = torch.empty((b, rows, across, outputs), dtype=weights.dtype, device=x.device)
-    moments = torch.empty((0 if wave is None else b, 3, rows, across), dtype=torch.float32, device=x.device)
+    moments = torch.empty((0 if direction is None else b, 3, rows, across), dtype=torch.float32, device=x.device)
     parts, blocks, constants = _reading(x, size, stride, outputs, TOKENS)
     n = max(16, next_power_of_2(outputs))
     rest = max(16, next_power_of_2(outputs - n // 2)) if n // 2 < outputs else 0
     n, rest = (n // 2, rest) if n // 2 + rest < n else (n, 0)
-    given = [x if tensor is None else tensor for tensor in (bias, gain, shift, wave)]
+    given = [x if tensor is None else tensor for tensor in (bias, gain, shift, direction)]
     launch(_image_tokens, (b * parts,), x, x if offset is None else offset, weights, *given, out, moments, h, w, parts,
            blocks, *x.stride()[:3], PAD=padding, CIRCULAR=circular, PLACED=offset is not None, BIAS=bias is not None,
-           NORM=gain is not None, EPS=eps, MOMENTS=wave is not None, OUTPUTS=outputs, N=n,
+           NORM=gain is not None, EPS=eps, MOMENTS=direction is not None, OUTPUTS=outputs, N=n,
            REST=rest, **constants)  # fmt: skip
     return out, moments
 
 
 @operator("shift_vits::image_phases")
-def image_phases(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor | None, wave: Tensor, size: int,
+def image_phases(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor | None, direction: Tensor, size: int,
                  stride: int, padding: int) -> Tensor:  # fmt: skip
     """Energy and direction, as of ``token_energies``, of a circular convolution's output at all phases, over images
     rolled by ``offset`` (B, 2) in [0, side). Products are taken in the type of the weights.
@@ -292,7 +292,7 @@ def image_phases(x: Tensor, offset: Tensor | None, weights: Tensor, bias: Tensor
     r = weights.shape[1] // stride**2
     parts, blocks, constants = _reading(x, size, stride, r * stride**2, PHASES)
     out = torch.empty((b, parts, 2, stride, stride), dtype=torch.float32, device=x.device)
-    launch(_image_phases, (b * parts,), x, x if offset is None else offset, weights, wave if bias is None else bias,
-           wave, out, h, w, parts, blocks, *x.stride()[:3], PAD=padding, PLACED=offset is not None,
-           BIAS=bias is not None, R=r, **constants)  # fmt: skip
+    launch(_image_phases, (b * parts,), x, x if offset is None else offset, weights,
+           direction if bias is None else bias, direction, out, h, w, parts, blocks, *x.stride()[:3], PAD=padding,
+           PLACED=offset is not None, BIAS=bias is not None, R=r, **constants)  # fmt: skip
     return out

@@ -96,22 +96,22 @@ if AVAILABLE:
         tl.store(out + (i[:, None] * D + n[None, :]), y.to(out.dtype.element_ty), keep)
 
     @triton.jit
-    def _moments(out, wave, limit, D: tl.constexpr, T: tl.constexpr):
+    def _moments(out, direction, limit, D: tl.constexpr, T: tl.constexpr):
         """What ``token_moments`` makes of T patches' outputs, read again: while they are in registers, there is room
         for nothing else."""
         i, n = tl.arange(0, T), tl.arange(0, 32)
         total, square = tl.zeros([T, 32], tl.float32), tl.zeros([T, 32], tl.float32)
-        toward = tl.zeros([T, 32], tl.float32)
+        along = tl.zeros([T, 32], tl.float32)
         for first in tl.static_range(0, D, 32):
             keep = first + n < D
             place = out + (i[:, None] * D + (first + n)[None, :])
             y = tl.load(place, (i < limit)[:, None] & keep[None, :], 0.0).to(tl.float32)
             total, square = total + y, square + y * y
-            toward += y * tl.load(wave + first + n, keep, 0.0)[None, :]
-        return tl.sum(total, 1), tl.sum(square, 1), tl.sum(toward, 1)
+            along += y * tl.load(direction + first + n, keep, 0.0)[None, :]
+        return tl.sum(total, 1), tl.sum(square, 1), tl.sum(along, 1)
 
     @triton.jit
-    def _merged_product(x, offset, weight, folded, sums, squares, wave, norms, out, moments, height, width, count,
+    def _merged_product(x, offset, weight, folded, sums, squares, direction, norms, out, moments, height, width, count,
                         steps, sm, CHANNELS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr,
                         EPS: tl.constexpr, MOMENTS: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr,
                         N: tl.constexpr, REST: tl.constexpr, T: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
@@ -169,11 +169,11 @@ if AVAILABLE:
         _finish(out, y, norms, folded, count - start, n, T, D, NORM)
         if MOMENTS:
             tl.debug_barrier()
-            total, square, toward = _moments(out, wave, count - start, D, T)
+            total, square, along = _moments(out, direction, count - start, D, T)
             i = start + tl.arange(0, T)
             tl.store(moments + i, total, i < count)
             tl.store(moments + count + i, square, i < count)
-            tl.store(moments + 2 * count + i, toward, i < count)
+            tl.store(moments + 2 * count + i, along, i < count)
         if MORE:
             if REST:
                 _finish(out + T * D, z2, norms + 2 * T, folded, count - start - T, m, MORE, D, NORM)
@@ -212,11 +212,11 @@ def _product_tiles(x: Tensor, channels: int, outputs: int) -> dict[str, int] | N
 @operator("shift_vits::merged_product")
 def merged_product(x: Tensor, offset: Tensor, scaled: Tensor, folded: Tensor | None, sums: Tensor | None,
                    squares: Tensor | None, eps: float,
-                   wave: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                   direction: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Patches of 2 x 2 tokens, as of ``rolled_merge``, times ``scaled`` (D, 4C) -> (B, H/2, W/2, D), all of x's type.
 
     With ``folded``, from ``merging_weights``, patches are normalised, by their tokens' ``sums`` over channels and those
-    of their ``squares``, (B, H, W) each, float32. With ``wave`` also what ``token_moments`` makes of the results,
+    of their ``squares``, (B, H, W) each, float32. With ``direction`` also what ``token_moments`` makes of the results,
     (B, 3, H/2, W/2), if a program has all outputs of its patches; else of none.
     """
     offset, (b, h, w, c), d = offset.contiguous(), x.shape, len(scaled)
@@ -225,13 +225,13 @@ def merged_product(x: Tensor, offset: Tensor, scaled: Tensor, folded: Tensor | N
     tall, wide = tiles["T"] + tiles["MORE"], tiles["N"] + tiles["REST"]
     parts = -(-d // wide)  # programs with the same patches
     programs = -(-count // tall) * parts
-    known = wave is not None and parts == 1 and tiles["MORE"] == 0
+    known = direction is not None and parts == 1 and tiles["MORE"] == 0
     out = torch.empty((b, h // 2, w // 2, d), dtype=x.dtype, device=x.device)
     moments = torch.empty((3, b if known else 0, h // 2, w // 2), dtype=torch.float32, device=x.device)
     norms = torch.empty((0 if folded is None else programs, 2, tall), dtype=torch.float32, device=x.device)
     if sums is not None and squares is not None and (sums.stride(), (w, 1)) != (squares.stride(), sums.stride()[1:]):
         sums, squares = sums.contiguous(), squares.contiguous()
-    given = [offset if tensor is None else tensor for tensor in (folded, sums, squares, wave)]
+    given = [offset if tensor is None else tensor for tensor in (folded, sums, squares, direction)]
     launch(_merged_product, (programs,), x, offset, scaled, *given, norms, out, moments, h, w, count,
            -(-4 * c // tiles["K"]), 0 if sums is None else sums.stride(0), CHANNELS=c, D=d, PARTS=parts,
            NORM=folded is not None, EPS=eps, MOMENTS=known, WHOLE=4 * c % tiles["K"] == 0 and d == parts * wide,

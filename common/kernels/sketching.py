@@ -6,7 +6,7 @@ In a compiled graph weights are inputs like others, and all this is done in ever
 - ``convolution_taps``: of those of a convolution.
 - ``depthwise_taps``, ``pooled_taps``: of depthwise convolutions, without and with a projection before them.
 
-Taps are (2 C, n) with ``once``, for ``token_scores``: see ``in_one_pass``. Else they are (n, C), a tap being a row, a
+Taps are (2 C, n) with ``paired``, for ``token_scores``: see ``in_one_pass``. Else they are (n, C), a tap being a row, a
 column and an output, with zeros up to a multiple of eight.
 """
 
@@ -39,20 +39,20 @@ COLUMNS, POOLED = 8, 4  # of weights that one program mixes, and of those that a
 CHANNELS = 64  # of one tap that a program mixes
 
 
-def fits_sketch(mixing: Tensor | None, *weights: Tensor) -> bool:
+def fits_sketch(projection: Tensor | None, *weights: Tensor) -> bool:
     """Whether the functions here take these: at most 2048 rows mixed, contiguous, of at most float32, not sharded."""
-    if mixing is None or mixing.stride(1) != 1 or mixing.shape[1] > 2048:
+    if projection is None or projection.stride(1) != 1 or projection.shape[1] > 2048:
         return False
-    single = all(t.dtype != torch.float64 and not isinstance(t, DTensor) for t in (mixing, *weights))
+    single = all(t.dtype != torch.float64 and not isinstance(t, DTensor) for t in (projection, *weights))
     return usable(weights[0]) and single and all(weight.is_contiguous() for weight in weights)
 
 
-def _new_taps(like: Tensor, r: int, channels: int, side: int, dtype: torch.dtype, once: bool) -> Tensor:
-    return torch.empty(shape_of_taps(r, channels, side, once), dtype=dtype, device=like.device)
+def _new_taps(like: Tensor, r: int, channels: int, side: int, dtype: torch.dtype, paired: bool) -> Tensor:
+    return torch.empty(shape_of_taps(r, channels, side, paired), dtype=dtype, device=like.device)
 
 
-def shape_of_taps(r: int, channels: int, side: int, once: bool) -> tuple[int, int]:
-    return (2 * channels, 32 if side == 2 else 64) if once else (-(-r * side * side // 8) * 8, channels)
+def shape_of_taps(r: int, channels: int, side: int, paired: bool) -> tuple[int, int]:
+    return (2 * channels, 32 if side == 2 else 64) if paired else (-(-r * side * side // 8) * 8, channels)
 
 
 if AVAILABLE:
@@ -71,11 +71,11 @@ if AVAILABLE:
 
     @triton.jit
     def store_taps(taps, value, r, row, column, c, keep, channels, COUNT: tl.constexpr, SIDE: tl.constexpr,
-                   ONCE: tl.constexpr):  # fmt: skip
+                   PAIRED: tl.constexpr):  # fmt: skip
         """Store weights of one output, and zeros in places that are none's, of which each has a few to care for."""
         tap, value = row * SIDE + column, value.to(taps.dtype.element_ty)
         none = tl.zeros_like(value)
-        if ONCE:
+        if PAIRED:
             position = column + (4 - SIDE)
             tl.store(taps + _of_pair(0, r, row, position, c, channels, SIDE), value, keep)
             tl.store(taps + _of_pair(1, r, row, position - 1, c, channels, SIDE), value, keep)
@@ -92,15 +92,15 @@ if AVAILABLE:
                 tl.store(taps + _place(r, 3, 0 * tap, c, channels, COUNT, SIDE), none, keep & (tap == 0))
 
     @triton.jit
-    def _row(mixing, r, d, ms, rows, COUNT: tl.constexpr):
+    def _row(projection, r, d, ms, rows, COUNT: tl.constexpr):
         """What combination r takes of so many rows d: (n, 1)."""
-        return tl.load(mixing + r * ms + d, d < tl.where(r < COUNT, rows, 0), 0.0).to(tl.float32)[:, None]
+        return tl.load(projection + r * ms + d, d < tl.where(r < COUNT, rows, 0), 0.0).to(tl.float32)[:, None]
 
     @triton.jit
-    def four(mixing, w, r, d, ms, COUNT: tl.constexpr, rows):
+    def four(projection, w, r, d, ms, COUNT: tl.constexpr, rows):
         """Combinations r to r + 3 of so many rows of w (n, J), all added up in one pass: (J, 2, 2), see ``which``."""
-        m0, m1 = _row(mixing, r, d, ms, rows, COUNT) * w, _row(mixing, r + 1, d, ms, rows, COUNT) * w
-        m2, m3 = _row(mixing, r + 2, d, ms, rows, COUNT) * w, _row(mixing, r + 3, d, ms, rows, COUNT) * w
+        m0, m1 = _row(projection, r, d, ms, rows, COUNT) * w, _row(projection, r + 1, d, ms, rows, COUNT) * w
+        m2, m3 = _row(projection, r + 2, d, ms, rows, COUNT) * w, _row(projection, r + 3, d, ms, rows, COUNT) * w
         return tl.sum(tl.join(tl.join(m0, m1), tl.join(m2, m3)), 0)
 
     @triton.jit
@@ -120,34 +120,34 @@ if AVAILABLE:
         return w
 
     @triton.jit
-    def mix(program, mixing, weight, bias, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
+    def mix(program, projection, weight, bias, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
             COUNT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
         """Four combinations of all rows of J columns, one of which may be bias: see ``sketched``."""
         GROUPS: tl.constexpr = (COUNT + 3) // 4
         r, d, j = program % GROUPS * 4, tl.arange(0, ROWS), program // GROUPS * J + tl.arange(0, J)
-        mixed = four(mixing, columns(weight, bias, d, j, WIDTH, D, BIAS), r, d, ms, COUNT, D)
+        mixed = four(projection, columns(weight, bias, d, j, WIDTH, D, BIAS), r, d, ms, COUNT, D)
         j, r = j[:, None, None], which(r)[None, :, :]
         tl.store(out + r * WIDTH + j, mixed, (j < WIDTH) & (r < COUNT))
         if BIAS:
             tl.store(constant + (r + j - WIDTH), mixed, (j == WIDTH) & (r < COUNT))
 
     @triton.jit
-    def _sketched(mixing, weight, bias, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr,
-                  BIAS: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
-        mix(tl.program_id(0), mixing, weight, bias, out, constant, ms, WIDTH, D, COUNT, BIAS, ROWS, J)
+    def _sketched(projection, weight, bias, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
+                  COUNT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
+        mix(tl.program_id(0), projection, weight, bias, out, constant, ms, WIDTH, D, COUNT, BIAS, ROWS, J)
 
     @triton.jit
-    def _convolution_taps(mixing, weight, bias, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
-                          COUNT: tl.constexpr, BIAS: tl.constexpr, SIDE: tl.constexpr, ONCE: tl.constexpr,
+    def _convolution_taps(projection, weight, bias, out, constant, ms, WIDTH: tl.constexpr, D: tl.constexpr,
+                          COUNT: tl.constexpr, BIAS: tl.constexpr, SIDE: tl.constexpr, PAIRED: tl.constexpr,
                           ROWS: tl.constexpr, J: tl.constexpr):  # fmt: skip
         """Four combinations of all rows of J columns, which are read at once; there is one more column, bias or
         zero."""
         AREA: tl.constexpr = SIDE * SIDE
         r, d, j = tl.program_id(1) * 4, tl.arange(0, ROWS), tl.program_id(0) * J + tl.arange(0, J)
-        mixed = four(mixing, columns(weight, bias, d, j, WIDTH, D, BIAS), r, d, ms, COUNT, D)
+        mixed = four(projection, columns(weight, bias, d, j, WIDTH, D, BIAS), r, d, ms, COUNT, D)
         j, r = j[:, None, None], which(r)[None, :, :]
         at, keep = j % AREA, (j < WIDTH) & (r < COUNT)
-        store_taps(out, mixed, r, at // SIDE, at % SIDE, j // AREA, keep, WIDTH // AREA, COUNT, SIDE, ONCE)
+        store_taps(out, mixed, r, at // SIDE, at % SIDE, j // AREA, keep, WIDTH // AREA, COUNT, SIDE, PAIRED)
         tl.store(constant + (r + j - WIDTH), mixed, (j == WIDTH) & (r < COUNT))
 
     @triton.jit
@@ -169,12 +169,12 @@ if AVAILABLE:
         return tl.where(n == 0, a, tl.where(n == 1, b, tl.where(n == 2, c, tl.where(n == 3, d, e))))
 
     @triton.jit
-    def _pooled_taps(mixing, w0, w1, w2, w3, w4, b0, b1, b2, b3, b4, q0, q1, q2, q3, q4, k0, k1, k2, k3, k4, v0, v1, v2,
-                     v3, v4, taps, constant, ms, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr,
+    def _pooled_taps(projection, w0, w1, w2, w3, w4, b0, b1, b2, b3, b4, q0, q1, q2, q3, q4, k0, k1, k2, k3, k4, v0, v1,
+                     v2, v3, v4, taps, constant, ms, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr,
                      C3: tl.constexpr, C4: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
                      D3: tl.constexpr, D4: tl.constexpr, DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
                      DIM3: tl.constexpr, DIM4: tl.constexpr, COUNT: tl.constexpr, HEAD: tl.constexpr,
-                     ONCE: tl.constexpr, EACH: tl.constexpr, POOLS: tl.constexpr, HEADS: tl.constexpr,
+                     PAIRED: tl.constexpr, EACH: tl.constexpr, POOLS: tl.constexpr, HEADS: tl.constexpr,
                      E: tl.constexpr, J: tl.constexpr):  # fmt: skip
         """Four combinations of pooled rows of J columns, at all taps of the pooling; one more column is bias. Up to
         five projections in one launch, with C columns and D rows, DIM to a pooling; results lie one after another, EACH
@@ -200,10 +200,10 @@ if AVAILABLE:
                 for head in tl.static_range(HEADS):  # rows that are pooled alike, first
                     d = tl.where(e < tl.where(head * HEAD < dim, HEAD, 0), pool * dim + head * HEAD + e, rows)
                     w = columns(weight, bias, d, j, width, rows, True)
-                    m0 += _row(mixing, r, d, ms, rows, COUNT) * w
-                    m1 += _row(mixing, r + 1, d, ms, rows, COUNT) * w
-                    m2 += _row(mixing, r + 2, d, ms, rows, COUNT) * w
-                    m3 += _row(mixing, r + 3, d, ms, rows, COUNT) * w
+                    m0 += _row(projection, r, d, ms, rows, COUNT) * w
+                    m1 += _row(projection, r + 1, d, ms, rows, COUNT) * w
+                    m2 += _row(projection, r + 2, d, ms, rows, COUNT) * w
+                    m3 += _row(projection, r + 3, d, ms, rows, COUNT) * w
                 pools = _of_five(n, q0, q1, q2, q3, q4)
                 if pool == 1:
                     pools = _of_five(n, k0, k1, k2, k3, k4)
@@ -214,21 +214,21 @@ if AVAILABLE:
                 mixed = tl.dot(p, w, mixed, input_precision="tf32x3")
         one, j = r + column % 4 // 2 + column % 2 * 2, block * J + column // 4
         keep = (one < COUNT) & (tap < 9)
-        store_taps(taps, mixed, one, tap // 3, tap % 3, j, keep & (j < width), width, COUNT, 3, ONCE)
+        store_taps(taps, mixed, one, tap // 3, tap % 3, j, keep & (j < width), width, COUNT, 3, PAIRED)
         tl.store(constant + ((n * 9 + tap) * COUNT + one + j - width), mixed, keep & (j == width))
 
     @triton.jit
-    def _depthwise_taps(mixing, first, second, taps, constant, ms, CHANNELS: tl.constexpr, COUNT: tl.constexpr,
-                        ONCE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    def _depthwise_taps(projection, first, second, taps, constant, ms, CHANNELS: tl.constexpr, COUNT: tl.constexpr,
+                        PAIRED: tl.constexpr, C: tl.constexpr):  # fmt: skip
         """One output's tap of two depthwise kernels (C, 3, 3), which has no bias: its constant is zero."""
         r, tap = tl.program_id(0) // 9, tl.program_id(0) % 9
         c = tl.program_id(1) * C + tl.arange(0, C)
-        keep, mixing = c < CHANNELS, mixing + r * ms + c
+        keep, projection = c < CHANNELS, projection + r * ms + c
         a, b = tl.load(first + c * 9 + tap, keep, 0.0), tl.load(second + c * 9 + tap, keep, 0.0)
-        mixed = tl.load(mixing, keep, 0.0).to(tl.float32) * a.to(tl.float32)
-        mixed += tl.load(mixing + CHANNELS, keep, 0.0).to(tl.float32) * b.to(tl.float32)
+        mixed = tl.load(projection, keep, 0.0).to(tl.float32) * a.to(tl.float32)
+        mixed += tl.load(projection + CHANNELS, keep, 0.0).to(tl.float32) * b.to(tl.float32)
         at = tap + 0 * c
-        store_taps(taps, mixed, r, at // 3, at % 3, c, keep, CHANNELS, COUNT, 3, ONCE)
+        store_taps(taps, mixed, r, at // 3, at % 3, c, keep, CHANNELS, COUNT, 3, PAIRED)
         tl.store(constant + r + c, tl.zeros_like(mixed), c + tap == 0)
 
 
@@ -237,18 +237,18 @@ def _sketch_warps(rows: int) -> int:
 
 
 @operator("shift_vits::sketched")
-def sketched(mixing: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Combinations ``mixing`` (r, D) of rows of weights (D, n), and of ``bias`` (D,), in float32: (r, n), and (r,) or
-    nothing."""
-    mixed, constant, programs, constants = new_sketch(mixing, weight, bias)
-    launch(_sketched, (programs,), mixing, weight, weight if bias is None else bias, mixed, constant, mixing.stride(0),
-           **constants, num_warps=_sketch_warps(constants["ROWS"]))  # fmt: skip
+def sketched(projection: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Combinations ``projection`` (r, D) of rows of weights (D, n), and of ``bias`` (D,), in float32: (r, n), and (r,)
+    or nothing."""
+    mixed, constant, programs, constants = new_sketch(projection, weight, bias)
+    launch(_sketched, (programs,), projection, weight, weight if bias is None else bias, mixed, constant,
+           projection.stride(0), **constants, num_warps=_sketch_warps(constants["ROWS"]))  # fmt: skip
     return mixed, constant
 
 
-def new_sketch(mixing: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, int, dict[str, int]]:
+def new_sketch(projection: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, int, dict[str, int]]:
     """Where ``mix`` stores combinations of these, in how many programs, and what they have to know."""
-    r, (d, n), last = len(mixing), weight.shape, int(bias is not None)
+    r, (d, n), last = len(projection), weight.shape, int(bias is not None)
     mixed, constant = (torch.empty(shape, dtype=torch.float32, device=weight.device) for shape in ((r, n), (r * last,)))
     return mixed, constant, -(-(n + last) // COLUMNS) * -(-r // 4), {
         "WIDTH": n, "D": d, "COUNT": r, "BIAS": last, "ROWS": next_power_of_2(d), "J": COLUMNS,
@@ -256,28 +256,28 @@ def new_sketch(mixing: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Ten
 
 
 @operator("shift_vits::convolution_taps")
-def convolution_taps(mixing: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype,
-                     once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Combinations ``mixing`` (r, D) of a convolution's weights (D, C, k, k), as taps of type ``dtype``, and of its
+def convolution_taps(projection: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype,
+                     paired: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Combinations ``projection`` (r, D) of a convolution's weights (D, C, k, k), as taps of type ``dtype``, and of its
     bias (D,), or zeros: (r,), float32."""
-    r, (d, c, side, _) = len(mixing), weight.shape
-    taps, constant = _new_taps(weight, r, c, side, dtype, once), weight.new_empty(r, dtype=torch.float32)
+    r, (d, c, side, _) = len(projection), weight.shape
+    taps, constant = _new_taps(weight, r, c, side, dtype, paired), weight.new_empty(r, dtype=torch.float32)
     n, rows = c * side * side, next_power_of_2(d)
-    launch(_convolution_taps, (n // COLUMNS + 1, -(-r // 4)), mixing, weight, weight if bias is None else bias, taps,
-           constant, mixing.stride(0), WIDTH=n, D=d, COUNT=r, BIAS=bias is not None, SIDE=side, ONCE=once, ROWS=rows,
-           J=COLUMNS, num_warps=_sketch_warps(rows))  # fmt: skip
+    launch(_convolution_taps, (n // COLUMNS + 1, -(-r // 4)), projection, weight, weight if bias is None else bias,
+           taps, constant, projection.stride(0), WIDTH=n, D=d, COUNT=r, BIAS=bias is not None, SIDE=side, PAIRED=paired,
+           ROWS=rows, J=COLUMNS, num_warps=_sketch_warps(rows))  # fmt: skip
     return taps, constant
 
 
 @operator("shift_vits::depthwise_taps")
-def depthwise_taps(mixing: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype,
-                   once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Combinations ``mixing`` (r, 2C) of two depthwise convolutions (C, 1, 3, 3): taps of type ``dtype``, and what is
-    added to the sum of all, zeros (r,), float32."""
-    r, c = len(mixing), len(first)
-    taps, constant = _new_taps(first, r, c, 3, dtype, once), first.new_empty(r, dtype=torch.float32)
-    launch(_depthwise_taps, (9 * r, -(-c // CHANNELS)), mixing, first, second, taps, constant, mixing.stride(0),
-           CHANNELS=c, COUNT=r, ONCE=once, C=CHANNELS, num_warps=2)  # fmt: skip
+def depthwise_taps(projection: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype,
+                   paired: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Combinations ``projection`` (r, 2C) of two depthwise convolutions (C, 1, 3, 3): taps of type ``dtype``, and what
+    is added to the sum of all, zeros (r,), float32."""
+    r, c = len(projection), len(first)
+    taps, constant = _new_taps(first, r, c, 3, dtype, paired), first.new_empty(r, dtype=torch.float32)
+    launch(_depthwise_taps, (9 * r, -(-c // CHANNELS)), projection, first, second, taps, constant, projection.stride(0),
+           CHANNELS=c, COUNT=r, PAIRED=paired, C=CHANNELS, num_warps=2)  # fmt: skip
     return taps, constant
 
 
@@ -290,38 +290,38 @@ class Pooled(NamedTuple):
     pools: list[Tensor]
 
 
-def pooled_taps(mixing: Tensor, projections: Sequence[Pooled], dtype: torch.dtype,
-                once: bool) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Combinations ``mixing`` (r, D or more) of pooled projections, of five in one launch: taps of type ``dtype``, and
-    what is added to the sum of all, (r,), or with ``once`` in parts, (9, r), float32."""
-    made: list[tuple[Tensor, Tensor]] = []
+def pooled_taps(projection: Tensor, projections: Sequence[Pooled], dtype: torch.dtype,
+                paired: bool) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Combinations ``projection`` (r, D or more) of pooled projections, of five in one launch: taps of type ``dtype``,
+    and what is added to the sum of all, (r,), or with ``paired`` in parts, (9, r), float32."""
+    prepared: list[tuple[Tensor, Tensor]] = []
     for first in range(0, len(projections), 5):
         five = projections[first : first + 5]
         pools = [p.pools[min(i, len(p.pools) - 1)] for i in range(3) for p in five]
-        taps, constants = pooled_taps_of_five(mixing, [p.weight for p in five], [p.bias for p in five], pools,
-                                              [len(p.pools) for p in five], dtype, once)  # fmt: skip
-        shapes = [shape_of_taps(len(mixing), p.weight.shape[1], 3, once) for p in five]
+        taps, constants = pooled_taps_of_five(projection, [p.weight for p in five], [p.bias for p in five], pools,
+                                              [len(p.pools) for p in five], dtype, paired)  # fmt: skip
+        shapes = [shape_of_taps(len(projection), p.weight.shape[1], 3, paired) for p in five]
         each = taps.split([a * b for a, b in shapes])
-        constants = constants if once else constants.sum(1)
-        made += [(t.view(shape), c) for t, shape, c in zip(each, shapes, constants.unbind(), strict=True)]
-    return made
+        constants = constants if paired else constants.sum(1)
+        prepared += [(t.view(shape), c) for t, shape, c in zip(each, shapes, constants.unbind(), strict=True)]
+    return prepared
 
 
 @operator("shift_vits::pooled_taps")
-def pooled_taps_of_five(mixing: Tensor, weights: list[Tensor], biases: list[Tensor], pools: list[Tensor],
-                        poolings: list[int], dtype: torch.dtype, once: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+def pooled_taps_of_five(projection: Tensor, weights: list[Tensor], biases: list[Tensor], pools: list[Tensor],
+                        poolings: list[int], dtype: torch.dtype, paired: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``pooled_taps`` of n, at most five, each with so many poolings; pools are the first of all, the second of all and
     the third, or any. Taps one after another, and what is added, (n, 9, r)."""
-    r, n, d, c = len(mixing), len(weights), [len(w) for w in weights], [w.shape[1] for w in weights]
-    size, head = prod(shape_of_taps(r, 1, 3, once)), len(pools[0])
-    taps = torch.empty(sum(c) * size, dtype=dtype, device=mixing.device)
-    constants = torch.empty((n, 9, r), dtype=torch.float32, device=mixing.device)
+    r, n, d, c = len(projection), len(weights), [len(w) for w in weights], [w.shape[1] for w in weights]
+    size, head = prod(shape_of_taps(r, 1, 3, paired)), len(pools[0])
+    taps = torch.empty(sum(c) * size, dtype=dtype, device=projection.device)
+    constants = torch.empty((n, 9, r), dtype=torch.float32, device=projection.device)
     given = [[*each, *(5 - n) * each[:1]] for each in (weights, biases, pools[:n], pools[n : 2 * n], pools[2 * n :])]
     dims = [rows // parts for rows, parts in zip(d, poolings, strict=True)]
     numbers = {"C": c, "D": d, "DIM": dims}.items()
     sizes = {f"{name}{i}": value for name, each in numbers for i, value in enumerate([*each, *(5 - n) * [1]])}
-    launch(_pooled_taps, (sum(width // POOLED + 1 for width in c) * -(-r // 4),), mixing,
-           *(tensor for tensors in given for tensor in tensors), taps, constants, mixing.stride(0), **sizes, COUNT=r,
-           HEAD=head, ONCE=once, EACH=size, POOLS=max(poolings), HEADS=next_power_of_2(max(dims) // head),
+    launch(_pooled_taps, (sum(width // POOLED + 1 for width in c) * -(-r // 4),), projection,
+           *(tensor for tensors in given for tensor in tensors), taps, constants, projection.stride(0), **sizes,
+           COUNT=r, HEAD=head, PAIRED=paired, EACH=size, POOLS=max(poolings), HEADS=next_power_of_2(max(dims) // head),
            E=max(16, next_power_of_2(head)), J=POOLED, num_warps=4)  # fmt: skip
     return taps, constants

@@ -41,7 +41,7 @@ if AVAILABLE:
         return 1.0 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + EPS)
 
     @triton.jit
-    def _token_energies(y, bias, wave, colsum, sums, squares, out, channels, height, width, sm, SIDE: tl.constexpr,
+    def _token_energies(y, bias, direction, colsum, sums, squares, out, channels, height, width, sm, SIDE: tl.constexpr,
                         PAD: tl.constexpr, STRIDE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
                         R: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
         """A strip of rows: energy and direction of a convolution at every position, summed per phase."""
@@ -49,7 +49,7 @@ if AVAILABLE:
         n, phase = tl.arange(0, R), tl.arange(0, STRIDE)
         w = block * BLOCK + tl.arange(0, BLOCK)
         base = y + image.to(tl.int64) * height * width * WIDE
-        add, toward = tl.load(bias + n), tl.load(wave + n) * (2.0 / R) ** 0.5
+        add, along = tl.load(bias + n), tl.load(direction + n) * (2.0 / R) ** 0.5
         energies = tl.zeros([STRIDE, BLOCK], tl.float32)
         directions = tl.zeros([STRIDE, BLOCK], tl.float32)
         for step in range(ROWS):
@@ -72,7 +72,7 @@ if AVAILABLE:
             t += add[None, :]
             keep = valid[None, :] & (phase == step % STRIDE)[:, None]
             energies += tl.where(keep, tl.sum(t * t, 1)[None, :], 0.0)
-            directions += tl.where(keep, tl.sum(t * toward[None, :], 1)[None, :], 0.0)
+            directions += tl.where(keep, tl.sum(t * along[None, :], 1)[None, :], 0.0)
         part = (image * tl.num_programs(1) + strip) * tl.num_programs(2) + block
         place = out + part * 2 * STRIDE * STRIDE + phase * STRIDE  # (part, energy or direction, row, column)
         for b in tl.static_range(STRIDE):
@@ -82,7 +82,7 @@ if AVAILABLE:
 
 
 @operator("shift_vits::token_energies")
-def token_energies(y: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
+def token_energies(y: Tensor, bias: Tensor, direction: Tensor, colsum: Tensor | None, sums: Tensor | None,
                    squares: Tensor | None, channels: int, side: int, padding: int, stride: int,
                    eps: float) -> Tensor:  # fmt: skip
     """Energy |t|^2 and direction <t, wave> sqrt(2 / r) of a convolution's output t at every position, per phase.
@@ -99,7 +99,7 @@ def token_energies(y: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None,
     grid = (b, -(-h // strip), -(-w // block))
     out = torch.empty((b, grid[1] * grid[2], 2, stride, stride), dtype=torch.float32, device=y.device)
     norm = [bias if tensor is None else tensor for tensor in (colsum, sums, squares)]
-    launch(_token_energies, grid, y, bias, wave, *norm, out, channels, h, w, 0 if sums is None else sums.stride(0),
+    launch(_token_energies, grid, y, bias, direction, *norm, out, channels, h, w, 0 if sums is None else sums.stride(0),
            SIDE=side, PAD=padding, STRIDE=stride, NORM=colsum is not None, EPS=eps,
            R=bias.shape[0], WIDE=n, ROWS=strip, BLOCK=block, num_warps=4)  # fmt: skip
     return out

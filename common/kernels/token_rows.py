@@ -62,9 +62,10 @@ if AVAILABLE:
         return tl.split(tl.permute(tl.reshape(t, [T, 2, N // 2]), [0, 2, 1]))
 
     @triton.jit
-    def _token_rows(x, taps, bias, wave, out, images, parts, stride_b, step, HEIGHT: tl.constexpr, HALF: tl.constexpr,
-                    CHANNELS: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
-                    ROWS: tl.constexpr, SLOT: tl.constexpr, T: tl.constexpr, P: tl.constexpr):  # fmt: skip
+    def _token_rows(x, taps, bias, direction, out, images, parts, stride_b, step, HEIGHT: tl.constexpr,
+                    HALF: tl.constexpr, CHANNELS: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr,
+                    PARTS: tl.constexpr, ROWS: tl.constexpr, SLOT: tl.constexpr, T: tl.constexpr,
+                    P: tl.constexpr):  # fmt: skip
         """The same without a norm, row by row: T pairs are a row, HALF of SLOT, of as many images as there is room for.
         What rows above have added to a sum is taken along, what goes to the right changes hands: nothing is put
         anywhere."""
@@ -101,15 +102,15 @@ if AVAILABLE:
                 value = tl.where(keep, t, 0.0)
                 energies = energies[1:] + (energies[0] + value * value,)  # type: ignore[assignment, misc]  # noqa: RUF005
                 directions = directions[1:] + (directions[0] + value,)  # type: ignore[assignment, misc]  # noqa: RUF005
-        toward = tl.load(wave + m % 4)[None, :] * (2.0 / 4) ** 0.5
+        along = tl.load(direction + m % 4)[None, :] * (2.0 / 4) ** 0.5
         image, n = group * IMAGES + tl.arange(0, IMAGES), tl.arange(0, STRIDE)
         place = out + ((image * parts + tl.program_id(0) % parts) * (2 * STRIDE * STRIDE))[:, None]
         place += ((n - n % 2 * 2 + STRIDE) % STRIDE)[None, :]  # the second position is the one before the first
         for phase in tl.static_range(STRIDE):
             energy = sum_by_phase(energies[phase], IMAGES, SLOT, STRIDE)
-            direction = sum_by_phase(directions[phase] * toward, IMAGES, SLOT, STRIDE)
+            tie_break = sum_by_phase(directions[phase] * along, IMAGES, SLOT, STRIDE)
             tl.store(place + phase * STRIDE, energy, (image < images)[:, None])
-            tl.store(place + (STRIDE + phase) * STRIDE, direction, (image < images)[:, None])
+            tl.store(place + (STRIDE + phase) * STRIDE, tie_break, (image < images)[:, None])
 
     @triton.jit
     def sum_by_phase(score, GROUPS: tl.constexpr, SLOT: tl.constexpr, STRIDE: tl.constexpr):
@@ -125,14 +126,14 @@ def cut_rows(height: int, stride: int, strips: int, programs: int, most: int) ->
     return next((n for n in rows if height % n == 0 and strips * height // n >= programs), stride)
 
 
-def scores_by_rows(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, side: int, stride: int) -> Tensor:
+def scores_by_rows(x: Tensor, taps: Tensor, bias: Tensor, direction: Tensor, side: int, stride: int) -> Tensor:
     """``token_scores`` of a few channels without a norm."""
     b, h, w, c = x.shape
     slot, parts = next_power_of_2(w // 2), bias.numel() // 4
     groups = -(-b * slot // PAIRS)
     rows = cut_rows(h, stride, groups, PROGRAMS, h)
     out = torch.empty((b, h // rows, 2, stride, stride), dtype=torch.float32, device=x.device)
-    launch(_token_rows, (groups * h // rows,), x, taps, bias, wave, out, b, h // rows, x.stride(0), bias.stride(0),
+    launch(_token_rows, (groups * h // rows,), x, taps, bias, direction, out, b, h // rows, x.stride(0), bias.stride(0),
            HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side, STRIDE=stride, PARTS=parts, ROWS=rows, SLOT=slot, T=PAIRS,
            P=next_power_of_2(parts), num_warps=4, num_stages=row_stages(x, side))  # fmt: skip
     return out

@@ -78,7 +78,7 @@ def scores_memory(how: Reading, channels: int, side: int) -> tuple[int, int, int
 if AVAILABLE:
 
     @triton.jit
-    def _token_scores(x, taps, bias, wave, colsum, sums, squares, products, out, strips, stride_b, sm, step,
+    def _token_scores(x, taps, bias, direction, colsum, sums, squares, products, out, strips, stride_b, sm, step,
                       HEIGHT: tl.constexpr, HALF: tl.constexpr, CHANNELS: tl.constexpr, SIDE: tl.constexpr,
                       STRIDE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, PARTS: tl.constexpr,
                       CHOOSE: tl.constexpr, SIGNED: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr,
@@ -127,8 +127,8 @@ if AVAILABLE:
         PHASE: tl.constexpr = Q // STRIDE  # positions of one phase of the rows, side by side
         j, m = tl.arange(0, Q), tl.arange(0, 8)  # m: which of a pair's two positions, and which output
         add, fold = four_sums(bias, m, step, PARTS, P), four_sums(colsum, m, step, PARTS, P)
-        toward = tl.load(wave + m % 4)[None, :] * (2.0 / 4) ** 0.5
-        energy, direction = tl.zeros([Q, 8], tl.float32), tl.zeros([Q, 8], tl.float32)
+        along = tl.load(direction + m % 4)[None, :] * (2.0 / 4) ** 0.5
+        energy, tie_break = tl.zeros([Q, 8], tl.float32), tl.zeros([Q, 8], tl.float32)
         for piece in tl.static_range((ROWS // STRIDE * HALF + PHASE - 1) // PHASE):
             at = piece * PHASE + j % PHASE
             valid, row = at < ROWS // STRIDE * HALF, at // HALF
@@ -156,9 +156,9 @@ if AVAILABLE:
                 t *= tl.where(early, inverse, inverse_deviation(other, q1 * (0.25 / CHANNELS), EPS)[:, None])
             t = tl.where(valid[:, None], t + add, 0.0)
             energy += t * t
-            direction += t
+            tie_break += t
         energy = sum_by_phase(energy, STRIDE, PHASE, STRIDE)
-        direction = sum_by_phase(direction * toward, STRIDE, PHASE, STRIDE)
+        tie_break = sum_by_phase(tie_break * along, STRIDE, PHASE, STRIDE)
         n = tl.arange(0, STRIDE)
         column = (n - n % 2 * 2 + STRIDE) % STRIDE  # the second position is the one before the first
         phase = tl.arange(0, STRIDE)[:, None] * STRIDE + column[None, :]
@@ -166,7 +166,7 @@ if AVAILABLE:
             score = tl.reshape(energy.to(tl.float64), [STRIDE * STRIDE])
             if SIGNED:
                 level = 0.01 * tl.sqrt(tl.sum(score, 0) / (HEIGHT * HALF * 2))
-                score += level * tl.reshape(direction.to(tl.float64), [STRIDE * STRIDE])
+                score += level * tl.reshape(tie_break.to(tl.float64), [STRIDE * STRIDE])
             phase = tl.reshape(phase, [STRIDE * STRIDE])
             best = tl.min(tl.where(score == tl.max(score, 0), phase, STRIDE * STRIDE - 1), 0)
             tl.store(out + 2 * image, (best // STRIDE).to(tl.int64))
@@ -174,11 +174,11 @@ if AVAILABLE:
         else:
             place = out + tl.program_id(0) * (2 * STRIDE * STRIDE) + phase
             tl.store(place, energy)
-            tl.store(place + STRIDE * STRIDE, direction)
+            tl.store(place + STRIDE * STRIDE, tie_break)
 
 
 @operator("shift_vits::token_scores")
-def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
+def token_scores(x: Tensor, taps: Tensor, bias: Tensor, direction: Tensor, colsum: Tensor | None, sums: Tensor | None,
                  squares: Tensor | None, side: int, stride: int, eps: float) -> Tensor:  # fmt: skip
     """What ``token_energies`` makes of the products of tokens with taps, without these being a tensor of their own.
 
@@ -189,24 +189,24 @@ def token_scores(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Te
     -> (B, parts, 2, stride, stride), to be summed over the parts.
     """
     if colsum is None and x.shape[3] <= 128 and x.shape[2] <= 2 * PAIRS and row_stages(x, side):
-        return scores_by_rows(x, taps, bias, wave, side, stride)
-    return _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, False, False)
+        return scores_by_rows(x, taps, bias, direction, side, stride)
+    return _score(x, taps, bias, direction, colsum, sums, squares, side, stride, eps, False, False)
 
 
-def best_of_tokens(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
+def best_of_tokens(x: Tensor, taps: Tensor, bias: Tensor, direction: Tensor, colsum: Tensor | None, sums: Tensor | None,
                    squares: Tensor | None, side: int, stride: int, eps: float, signed: bool) -> Tensor:  # fmt: skip
     """The ``best_phase`` (B, 2) of ``token_scores``: by the same kernel, where its programs have a whole image each."""
-    given = x, taps, bias, wave, colsum, sums, squares, side, stride, eps
+    given = x, taps, bias, direction, colsum, sums, squares, side, stride, eps
     if _rows(x, side, stride) == x.shape[1]:
         return token_choice(*given, signed)
     return best_phase(token_scores(*given), stride, x.shape[1] * x.shape[2], signed)
 
 
 @operator("shift_vits::token_choice")
-def token_choice(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
+def token_choice(x: Tensor, taps: Tensor, bias: Tensor, direction: Tensor, colsum: Tensor | None, sums: Tensor | None,
                  squares: Tensor | None, side: int, stride: int, eps: float, signed: bool) -> Tensor:  # fmt: skip
     """``best_of_tokens``, where one program has a whole image."""
-    return _score(x, taps, bias, wave, colsum, sums, squares, side, stride, eps, True, signed)
+    return _score(x, taps, bias, direction, colsum, sums, squares, side, stride, eps, True, signed)
 
 
 def _rows(x: Tensor, side: int, stride: int) -> int:
@@ -215,7 +215,7 @@ def _rows(x: Tensor, side: int, stride: int) -> int:
     return h if h * w <= 2 * how.pairs else cut_rows(h, stride, b, how.programs, LONGEST // w)
 
 
-def _score(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor | None, sums: Tensor | None,
+def _score(x: Tensor, taps: Tensor, bias: Tensor, direction: Tensor, colsum: Tensor | None, sums: Tensor | None,
            squares: Tensor | None, side: int, stride: int, eps: float, choose: bool,
            signed: bool) -> Tensor:  # fmt: skip
     (b, h, w, c), how, rows = x.shape, _reading(x, side) or READINGS[x.shape[3]], _rows(x, side, stride)
@@ -227,7 +227,7 @@ def _score(x: Tensor, taps: Tensor, bias: Tensor, wave: Tensor, colsum: Tensor |
         sums, squares = sums.contiguous(), squares.contiguous()
     given = [bias if tensor is None else tensor for tensor in (colsum, sums, squares)]
     parts = bias.numel() // 4
-    launch(_token_scores, (b * strips,), x, taps, bias, wave, *given, products, out, strips, x.stride(0),
+    launch(_token_scores, (b * strips,), x, taps, bias, direction, *given, products, out, strips, x.stride(0),
            0 if sums is None else sums.stride(0), bias.stride(0), HEIGHT=h, HALF=w // 2, CHANNELS=c, SIDE=side,
            STRIDE=stride, NORM=colsum is not None, EPS=eps, PARTS=parts, CHOOSE=choose, SIGNED=signed, ROWS=rows,
            T=how.pairs, CHUNK=how.chunk, Q=32 * how.warps, P=next_power_of_2(parts), num_warps=how.warps,

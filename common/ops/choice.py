@@ -72,28 +72,28 @@ def moments(x: Tensor, direction: Tensor) -> tuple[Tensor, ...]:
     return x.sum(-1), x.square().sum(-1), (x * direction[: x.shape[-1]].to(x)).sum(-1)
 
 
-class Beside(Protocol):
+class Fusable(Protocol):
     """What can be done in the launch that chooses windows."""
 
-    def with_windows(self, square: Tensor, toward: Tensor, weights: Tensor, window: tuple[int, int],
+    def with_windows(self, square: Tensor, along: Tensor, weights: Tensor, window: tuple[int, int],
                      gain: float) -> Tensor | None: ...  # fmt: skip
 
 
-def _fits_partition(square: Tensor, toward: Tensor, weights: Tensor, window: tuple[int, int], power: int, gain: float,
-                    origin: Tensor | None = None, beside: Beside | None = None) -> bool:  # fmt: skip
+def _fits_partition(square: Tensor, along: Tensor, weights: Tensor, window: tuple[int, int], power: int, gain: float,
+                    origin: Tensor | None = None, fused_with: Fusable | None = None) -> bool:  # fmt: skip
     return power == 2 and origin is None and kernels.fits_window_scores(square, window)
 
 
-def _best_partition(square: Tensor, toward: Tensor, weights: Tensor, window: tuple[int, int], power: int, gain: float,
-                    origin: Tensor | None = None, beside: Beside | None = None) -> Tensor:  # fmt: skip
-    toward = toward if gain else square
-    found = None if beside is None else beside.with_windows(square, toward, weights, window, gain)
-    return kernels.best_window(square, toward, weights, list(window), gain) if found is None else found
+def _best_partition(square: Tensor, along: Tensor, weights: Tensor, window: tuple[int, int], power: int, gain: float,
+                    origin: Tensor | None = None, fused_with: Fusable | None = None) -> Tensor:  # fmt: skip
+    along = along if gain else square
+    found = None if fused_with is None else fused_with.with_windows(square, along, weights, window, gain)
+    return kernels.best_window(square, along, weights, list(window), gain) if found is None else found
 
 
 @op(kernel=_best_partition, fits=_fits_partition)
-def best_partition(square: Tensor, toward: Tensor, weights: Tensor, window: tuple[int, int], power: int, gain: float,
-                   origin: Tensor | None = None, beside: Beside | None = None) -> Tensor:  # fmt: skip
+def best_partition(square: Tensor, along: Tensor, weights: Tensor, window: tuple[int, int], power: int, gain: float,
+                   origin: Tensor | None = None, fused_with: Fusable | None = None) -> Tensor:  # fmt: skip
     """Where the best partition of tokens t into windows begins:
 
         strength(t) = |t| + gain <direction, t>
@@ -102,12 +102,12 @@ def best_partition(square: Tensor, toward: Tensor, weights: Tensor, window: tupl
     a token counting with the weight of its row times that of its column. An axis on which the grid is a single window
     has no partition to choose: there the strongest token or, on one such axis, the strongest row or column comes first.
 
-    Shapes: square and toward (B, H, W), of ``moments``; weights (n,), n at least the window; origin (B, 2) in [0,
-    side), from where on the grid is read, if not from (0, 0) -> (B, 2), in the tokens' own places. ``beside`` is what
-    kernels may do in the same launch.
+    Shapes: square and along (B, H, W), of ``moments``; weights (n,), n at least the window; origin (B, 2) in [0,
+    side), from where on the grid is read, if not from (0, 0) -> (B, 2), in the tokens' own places. ``fused_with`` is
+    what kernels may do in the same launch.
     """
     height, width = square.shape[1:]
-    x = square.sqrt() + gain * toward if gain else square.sqrt()
+    x = square.sqrt() + gain * along if gain else square.sqrt()
     x = x if origin is None else roll(x, origin, (1, 2), within=True)
     one_high, one_wide = height == window[0], width == window[1]
     if one_high and one_wide:

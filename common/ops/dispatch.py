@@ -38,7 +38,7 @@ def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable
     ``operation.reference``.
     """
 
-    def beside(plain: Callable[P, T]) -> Callable[P, T]:
+    def decorate(plain: Callable[P, T]) -> Callable[P, T]:
         name = plain.__name__.strip("_")
 
         @wraps(plain)
@@ -56,7 +56,7 @@ def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable
         operation.reference = plain  # type: ignore[attr-defined]
         return operation
 
-    return beside
+    return decorate
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T]:

@@ -80,11 +80,11 @@ def combination(scoring: Scoring, outputs: int, like: Tensor) -> Tensor | None:
 
 def affine_combined(scoring: Scoring, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Combinations of a weight (D, ...) and of the bias (D,) that goes with it, or both as they are."""
-    mixing = combination(scoring, len(weight), weight)
-    if mixing is None:
+    projection = combination(scoring, len(weight), weight)
+    if projection is None:
         return weight, bias
-    if bias is not None and kernels.fits_sketch(mixing, weight, bias):
-        mixed, constant = kernels.sketched(mixing, weight.flatten(1), bias)
+    if bias is not None and kernels.fits_sketch(projection, weight, bias):
+        mixed, constant = kernels.sketched(projection, weight.flatten(1), bias)
         return mixed.unflatten(1, weight.shape[1:]), constant
     return scoring.combined(weight), None if bias is None else scoring.combined(bias)
 
@@ -94,13 +94,13 @@ def best_of_tokens(x: Tensor, scoring: Scoring, outputs: int, conv: Strided, tap
     """The best phase of a convolution of tokens (B, H, W, C), by one kernel (taps are made for one pass) or by a
     product and one. With ``colsum``, of normalised patches: what each output loses of their mean."""
     (_, h, w, c), (k, _), (stride, _), (p, _) = x.shape, *conv
-    once = kernels.fits_token_scores(x, outputs, k, p)
-    weights, constant = taps(once)
+    paired = kernels.fits_token_scores(x, outputs, k, p)
+    weights, constant = taps(paired)
     sums, total, square = None, None, None
     if colsum is not None:
         total, square, _ = moments(x, scoring.direction)
         sums = colsum()
-    if once:
+    if paired:
         return kernels.best_of_tokens(x, weights, constant, scoring.direction, sums, total, square, k, stride, eps,
                                       scoring.signed)  # fmt: skip
     y = F.linear(x, weights)  # every token by every tap, B, H, W, k k r
@@ -108,11 +108,11 @@ def best_of_tokens(x: Tensor, scoring: Scoring, outputs: int, conv: Strided, tap
     return kernels.best_phase(parts, stride, h * w, scoring.signed)
 
 
-def plain_taps(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, once: bool) -> Taps:
+def plain_taps(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, paired: bool) -> Taps:
     """Of weights (r, C, k, k): (taps, C), a tap being a row, a column and an output, or as ``token_scores`` reads
     them."""
     constant = torch.zeros(len(weight), device=weight.device) if bias is None else bias.float().contiguous()
-    if once:
+    if paired:
         return kernels.in_one_pass(weight.to(dtype)), constant
     taps = weight.to(dtype).permute(2, 3, 0, 1).flatten(0, 2)
     return F.pad(taps, (0, 0, 0, -len(taps) % 8)) if len(taps) % 8 else taps.clone(), constant  # in eights, for GPUs
@@ -148,14 +148,14 @@ class ConvEnergy:
         """What ``kernels.sketched`` takes to make what is scored, in a compiled graph; None where it is made later."""
         if not torch.compiler.is_compiling() or self.conv.bias is None:
             return None
-        mixing = self.mixing()
-        return None if mixing is None else [mixing, self.conv.weight.flatten(1), self.conv.bias]
+        projection = self.projection()
+        return None if projection is None else [projection, self.conv.weight.flatten(1), self.conv.bias]
 
-    def mixing(self) -> Tensor | None:
+    def projection(self) -> Tensor | None:
         """What combines the outputs, if a kernel does."""
-        conv, mixing = self.conv, combination(self.scoring, len(self.conv.weight), self.scoring.direction)
+        conv, projection = self.conv, combination(self.scoring, len(self.conv.weight), self.scoring.direction)
         weights = [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
-        return mixing if conv.groups == 1 and kernels.fits_sketch(mixing, *weights) else None
+        return projection if conv.groups == 1 and kernels.fits_sketch(projection, *weights) else None
 
     def combined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight (r, C, k, k) of what is scored, and its bias, in float32 at least."""
@@ -169,11 +169,11 @@ class ConvEnergy:
         if self.fits_image(x.permute(0, 3, 1, 2)):
             return self.best_of_image(x.permute(0, 3, 1, 2), origin, prepared)
 
-        def taps(once: bool) -> Taps:
-            mixing = self.mixing()
-            if mixing is not None:
-                return kernels.convolution_taps(mixing, self.conv.weight, self.conv.bias, x.dtype, once)
-            return plain_taps(*self.combined(x.dtype), x.dtype, once)
+        def taps(paired: bool) -> Taps:
+            projection = self.projection()
+            if projection is not None:
+                return kernels.convolution_taps(projection, self.conv.weight, self.conv.bias, x.dtype, paired)
+            return plain_taps(*self.combined(x.dtype), x.dtype, paired)
 
         return best_of_tokens(x, self.scoring, self.outputs, self.strided, taps)
 

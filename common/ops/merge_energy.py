@@ -32,7 +32,7 @@ class MergeWeights(NamedTuple):
     taps: Tensor | None
     sums: Tensor | None
     constant: Tensor | None
-    once: bool
+    paired: bool
     scaled: Tensor | None = None
     folded: Tensor | None = None
 
@@ -51,18 +51,18 @@ def prepare(x: Tensor, mergings: Sequence[Merging], scoring: Scoring | None) -> 
     """What ``kernels.merging_weights`` takes of mergings of tokens like x; None where torch does all."""
     weights = [gathered(merging.reduction.weight) for merging in mergings]
     dtypes = [merging_dtype(x, merging.norm, merging.reduction) for merging in mergings]
-    mixing = None if scoring is None else combination(scoring, max(map(len, weights)), weights[0])
-    if scoring is None or min(map(len, weights)) <= scoring.sketch or not kernels.fits_sketch(mixing, *weights):
-        mixing = None
+    projection = None if scoring is None else combination(scoring, max(map(len, weights)), weights[0])
+    if scoring is None or min(map(len, weights)) <= scoring.sketch or not kernels.fits_sketch(projection, *weights):
+        projection = None
     scale = next((dtype for dtype in dtypes if dtype is not None), None)
-    if mixing is None and scale is None:
+    if projection is None and scale is None:
         return None
-    once = [mixing is not None and kernels.fits_token_scores(x, len(mixing), 2, 0, weight.shape[1] // 4)
+    paired = [projection is not None and kernels.fits_token_scores(x, len(projection), 2, 0, weight.shape[1] // 4)
             for weight in weights]  # fmt: skip
     norms = [merging.norm for merging in mergings]
     gains = [gathered(norm.weight) for norm in norms if norm is not None]
     biases = [gathered(norm.bias) for norm in norms if norm is not None and norm.bias is not None]
-    return kernels.Mergings(weights, mixing, gains, biases, x.dtype, scale, [d is not None for d in dtypes], once)
+    return kernels.Mergings(weights, projection, gains, biases, x.dtype, scale, [d is not None for d in dtypes], paired)
 
 
 class Mergings:
@@ -72,43 +72,43 @@ class Mergings:
     def __init__(self, x: Tensor, mergings: Sequence[Merging], scoring: Scoring | None) -> None:
         self.mergings = mergings
         self.given = prepare(x, mergings, scoring) if mergings and kernels.usable(x) else None
-        self.made: list[MergeWeights] | None = None
+        self.prepared: list[MergeWeights] | None = None
 
-    def with_windows(self, square: Tensor, toward: Tensor, weights: Tensor, window: tuple[int, int],
+    def with_windows(self, square: Tensor, along: Tensor, weights: Tensor, window: tuple[int, int],
                      gain: float) -> Tensor | None:  # fmt: skip
         """Where windows begin, as of ``kernels.best_window``, if both are done in one launch."""
-        given = self.given if self.made is None and torch.compiler.is_compiling() else None
-        if given is None or not kernels.fits_beside(square, window, given):
+        given = self.given if self.prepared is None and torch.compiler.is_compiling() else None
+        if given is None or not kernels.fits_fused_windows(square, window, given):
             return None
-        offset, made = kernels.best_window_beside(square, toward, weights, list(window), gain, given)
-        self.made = [_weights(given, i, one) for i, one in enumerate(made)]
+        offset, prepared = kernels.best_window_fused(square, along, weights, list(window), gain, given)
+        self.prepared = [_weights(given, i, one) for i, one in enumerate(prepared)]
         return offset
 
     def take(self, reduction: nn.Linear) -> MergeWeights | None:
         """Those of the merging with this projection, if kernels make them."""
-        if self.made is None and self.given is not None:
-            self.made = merging_weights(self.given)
+        if self.prepared is None and self.given is not None:
+            self.prepared = merging_weights(self.given)
         which = [i for i, merging in enumerate(self.mergings) if merging.reduction is reduction]
-        return self.made[which[0]] if self.made and which else None
+        return self.prepared[which[0]] if self.prepared and which else None
 
 
 @guarded
 def merging_weights(given: "kernels.Mergings") -> list[MergeWeights]:
     """What is made of the weights of mergings; of none where kernels are off."""
-    made = kernels.merging_weights(given) if kernels.usable(given.weights[0]) else []
-    return [_weights(given, i, one) for i, one in enumerate(made)]
+    prepared = kernels.merging_weights(given) if kernels.usable(given.weights[0]) else []
+    return [_weights(given, i, one) for i, one in enumerate(prepared)]
 
 
-def _weights(given: "kernels.Mergings", i: int, made: tuple[Tensor, ...]) -> MergeWeights:
-    taps, parts, *others = made
+def _weights(given: "kernels.Mergings", i: int, prepared: tuple[Tensor, ...]) -> MergeWeights:
+    taps, parts, *others = prepared
     others = others if given.scaled[i] else []
-    if given.mixing is None:
+    if given.projection is None:
         return MergeWeights(None, None, None, False, *others)
-    taps = taps if given.once[i] else taps[: 4 * len(given.mixing)].unflatten(0, (4, -1))
+    taps = taps if given.paired[i] else taps[: 4 * len(given.projection)].unflatten(0, (4, -1))
     if not given.gains:
-        return MergeWeights(taps, None, None, given.once[i], *others)
-    sums, constant = parts.unbind(1) if given.once[i] else parts.sum(0).unbind()
-    return MergeWeights(taps, sums, constant, given.once[i], *others)
+        return MergeWeights(taps, None, None, given.paired[i], *others)
+    sums, constant = parts.unbind(1) if given.paired[i] else parts.sum(0).unbind()
+    return MergeWeights(taps, sums, constant, given.paired[i], *others)
 
 
 class MergeEnergy:
@@ -128,25 +128,26 @@ class MergeEnergy:
 
     def best(self, x: Tensor, origin: Tensor | None, prepared: MergeWeights | None) -> Tensor:
         norm, scoring = self.merging.norm, self.scoring
-        made = prepared or Mergings(x, [self.merging], scoring).take(self.merging.reduction)
-        if norm is None and made is not None and made.taps is not None:  # autocast leaves norms in float32
-            x = x.to(made.taps.dtype)
+        prepared = prepared or Mergings(x, [self.merging], scoring).take(self.merging.reduction)
+        if norm is None and prepared is not None and prepared.taps is not None:  # autocast leaves norms in float32
+            x = x.to(prepared.taps.dtype)
         one_pass = kernels.fits_token_scores(x, self.outputs, 2, 0)
-        if made is None or made.taps is None or made.once != one_pass or made.taps.dtype != x.dtype:
+        if prepared is None or prepared.taps is None or prepared.paired != one_pass or prepared.taps.dtype != x.dtype:
             kernel, sums, constant = self.combined()
-            taps = lambda once: plain_taps(kernel, constant, x.dtype, once)  # noqa: E731
+            taps = lambda paired: plain_taps(kernel, constant, x.dtype, paired)  # noqa: E731
         else:
-            sums, constant = made.sums, scoring.zeros[: self.outputs] if made.constant is None else made.constant
-            taps = lambda once: (made.taps.flatten(0, -2), constant)  # type: ignore[union-attr]  # noqa: E731
+            sums, zeros = prepared.sums, scoring.zeros[: self.outputs]
+            constant = zeros if prepared.constant is None else prepared.constant
+            taps = lambda paired: (prepared.taps.flatten(0, -2), constant)  # type: ignore[union-attr]  # noqa: E731
         colsum = None if norm is None else (lambda: sums.float())  # type: ignore[union-attr]
         return best_of_tokens(x, scoring, self.outputs, PATCH, taps, colsum, 0.0 if norm is None else norm.eps)
 
     def combined(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Weights (r, C, 2, 2) of what is scored; with a norm their sums and what its bias adds, (r,) each."""
         reduction, norm = self.merging
-        projection = self.scoring.combined(gathered(reduction.weight))  # r, 4C
-        weight = projection if norm is None else projection * gathered(norm.weight)
+        combined = self.scoring.combined(gathered(reduction.weight))  # r, 4C
+        weight = combined if norm is None else combined * gathered(norm.weight)
         kernel = weight.view(len(weight), 2, 2, -1).permute(0, 3, 2, 1)  # r, C, row, column
         if norm is None:
             return kernel, None, None
-        return kernel, weight.sum(1), (projection * gathered(norm.bias)).sum(1)
+        return kernel, weight.sum(1), (combined * gathered(norm.bias)).sum(1)

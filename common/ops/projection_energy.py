@@ -26,11 +26,12 @@ def normed(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
     return materialize(norm(x).to(product_dtype(x)))
 
 
-def _as_scored(x: Tensor, norm: nn.LayerNorm, known: Tensor | None) -> Tensor:
+def _as_scored(x: Tensor, norm: nn.LayerNorm, normalised: Tensor | None) -> Tensor:
     """Tokens as ``norm`` makes them and a convolution reads them."""
-    if known is None:
-        known = F.layer_norm(x, norm.normalized_shape, gathered(norm.weight).to(x), gathered(norm.bias).to(x), norm.eps)
-    return known.to(product_dtype(known))
+    if normalised is None:
+        weight, bias = gathered(norm.weight).to(x), gathered(norm.bias).to(x)
+        normalised = F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+    return normalised.to(product_dtype(normalised))
 
 
 class DepthwiseEnergy:
@@ -44,17 +45,17 @@ class DepthwiseEnergy:
         conv, scoring = Strided.of(self.key), self.scoring
         shape = scoring.sketch, x.shape[3], *conv.kernel
         few = scoring.sketch and kernels.fits_token_kernel(x.permute(0, 3, 1, 2), shape, conv.stride)
-        mixing = scoring.directions[:, : 2 * x.shape[3]] if few else None
+        projection = scoring.directions[:, : 2 * x.shape[3]] if few else None
         weights = self.key.weight, self.value.weight
-        return origin is None and conv.kernel == (3, 3) and kernels.fits_sketch(mixing, *weights)
+        return origin is None and conv.kernel == (3, 3) and kernels.fits_sketch(projection, *weights)
 
     def best(self, x: Tensor, origin: Tensor | None, prepared: tuple[Tensor, Any] | None) -> Tensor:
         """``prepared`` are first of all the normalised tokens, where they are known already."""
         x = _as_scored(x, self.norm, None if prepared is None else prepared[0])
-        mixing = self.scoring.directions[:, : 2 * x.shape[3]]
+        projection = self.scoring.directions[:, : 2 * x.shape[3]]
 
-        def taps(once: bool) -> Taps:
-            return kernels.depthwise_taps(mixing, self.key.weight, self.value.weight, x.dtype, once)
+        def taps(paired: bool) -> Taps:
+            return kernels.depthwise_taps(projection, self.key.weight, self.value.weight, x.dtype, paired)
 
         return best_of_tokens(x, self.scoring, self.scoring.sketch, Strided.of(self.key), taps)
 
@@ -74,30 +75,30 @@ class Poolings:
 
     def __init__(self, poolings: Sequence[Pooling | None], scoring: Scoring) -> None:
         self.poolings, self.scoring = poolings, scoring
-        self.made: list[Taps] | None = None
+        self.prepared: list[Taps] | None = None
 
     def take(self, x: Tensor, layer: Any) -> Taps | None:
         """What is scored of this layer (``anchors.PooledProjections``); ``x`` are its normalised tokens."""
-        if self.made is None:
-            known = [pooling for pooling in self.poolings if pooling is not None]
-            once = all(kernels.fits_token_scores(x, self.scoring.sketch, 3, 1, p.qkv.in_features) for p in known)
-            all_known = torch.compiler.is_compiling() and len(known) == len(self.poolings)
-            self.made = pooled_taps(known, self.scoring, x.dtype, True) if all_known and once else []
-        if not self.made:
+        if self.prepared is None:
+            found = [pooling for pooling in self.poolings if pooling is not None]
+            paired = all(kernels.fits_token_scores(x, self.scoring.sketch, 3, 1, p.qkv.in_features) for p in found)
+            all_found = torch.compiler.is_compiling() and len(found) == len(self.poolings)
+            self.prepared = pooled_taps(found, self.scoring, x.dtype, True) if all_found and paired else []
+        if not self.prepared:
             return None
-        return self.made[[known.qkv for known in self.poolings if known is not None].index(layer.pooling().qkv)]
+        return self.prepared[[found.qkv for found in self.poolings if found is not None].index(layer.pooling().qkv)]
 
 
-def pooled_taps(poolings: Sequence[Pooling], scoring: Scoring, dtype: torch.dtype, once: bool) -> list[Taps]:
+def pooled_taps(poolings: Sequence[Pooling], scoring: Scoring, dtype: torch.dtype, paired: bool) -> list[Taps]:
     """What is scored of each; none if a kernel does not fit."""
     sizes = [pooling.outputs.stop - pooling.outputs.start for pooling in poolings]
-    mixing = combination(scoring, max(sizes), scoring.direction) if min(sizes) > scoring.sketch else None
+    projection = combination(scoring, max(sizes), scoring.direction) if min(sizes) > scoring.sketch else None
     weights = [[p.qkv.weight, p.qkv.bias, *(pool.weight for pool in p.pools)] for p in poolings]
-    if mixing is None or not kernels.fits_sketch(mixing, *(weight for each in weights for weight in each)):
+    if projection is None or not kernels.fits_sketch(projection, *(weight for each in weights for weight in each)):
         return []
     given = [kernels.Pooled(w[p.outputs], b[p.outputs], pools)
              for p, (w, b, *pools) in zip(poolings, weights, strict=True)]  # fmt: skip
-    return kernels.pooled_taps(mixing, given, dtype, once)
+    return kernels.pooled_taps(projection, given, dtype, paired)
 
 
 class PooledEnergy:
@@ -112,16 +113,16 @@ class PooledEnergy:
         shape, conv = (scoring.sketch, x.shape[3], 3, 3), Strided.of(pools[0])
         few = 0 < scoring.sketch < outputs.stop - outputs.start
         few = few and kernels.fits_token_kernel(x.permute(0, 3, 1, 2), shape, conv.stride)
-        mixing = combination(scoring, outputs.stop - outputs.start, scoring.direction) if few else None
+        projection = combination(scoring, outputs.stop - outputs.start, scoring.direction) if few else None
         weights = qkv.weight, qkv.bias, *(pool.weight for pool in pools)
-        return origin is None and kernels.fits_sketch(mixing, *weights)
+        return origin is None and kernels.fits_sketch(projection, *weights)
 
     def best(self, x: Tensor, origin: Tensor | None, prepared: tuple[Tensor | None, Taps | None] | None) -> Tensor:
         """``prepared`` are the normalised tokens and what ``Poolings`` has made, where they are known already."""
-        known, made = prepared or (None, None)
-        x = _as_scored(x, self.norm, known)
+        normalised, weights = prepared or (None, None)
+        x = _as_scored(x, self.norm, normalised)
 
-        def taps(once: bool) -> Taps:
-            return made or pooled_taps([self.pooling], self.scoring, x.dtype, once)[0]
+        def taps(paired: bool) -> Taps:
+            return weights or pooled_taps([self.pooling], self.scoring, x.dtype, paired)[0]
 
         return best_of_tokens(x, self.scoring, self.scoring.sketch, Strided.of(self.pooling.pools[0]), taps)
