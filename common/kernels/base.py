@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
 from . import cards
+from .tracing import analyse_once
 
 try:
     import triton
@@ -112,6 +113,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         RECORD(kernel, args, constants)
         return
     if not INTERPRETED and not _real(args[0]):
+        analyse_once()
         wrap_triton(kernel)[grid](*args, **constants)
         return
     try:
