@@ -6,6 +6,7 @@ Runs are real but short: a few steps of the micro model on digits, in their own 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -121,6 +122,32 @@ def test_two_processes_do_what_one_does(reference: Path, tmp_path: Path) -> None
     assert results[0]["processes"] == 2
     assert results[0]["images"] == results[1]["images"] == 170
     assert [results[0][m] for m in ("top1", "c_cons")] == [results[1][m] for m in ("top1", "c_cons")]
+
+
+@pytest.mark.slow
+def test_two_machines_do_what_one_does(reference: Path, tmp_path: Path) -> None:
+    """A launcher on each, by the file for several nodes, as ``scripts/slurm.sbatch`` starts them; both stand here. They
+    share a folder, in which the first alone writes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def start(rank: int, *flags: str) -> "subprocess.Popen[str]":
+        nodes = ("--config_file", "scripts/accelerate/multi_node.yaml", "--mixed_precision", "no", "--num_machines",
+                 "2", "--num_processes", "2", "--machine_rank", str(rank), "--main_process_ip", "127.0.0.1",
+                 "--main_process_port", str(port))  # fmt: skip
+        return subprocess.Popen(command(tmp_path, *flags, launcher=nodes), cwd=ROOT, env=ENVIRONMENT, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
+
+    machines = [start(rank, "--checkpointing_steps", "7") for rank in (0, 1)]
+    printed = [machine.communicate(timeout=240) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], printed[0][1][-3000:]
+    assert "a_swin_micro" in printed[0][0]
+    assert printed[1][0].strip() == ""
+    ours = [row["loss"] for row in log(tmp_path) if "loss" in row]
+    assert ours == pytest.approx([row["loss"] for row in log(reference) if "loss" in row], abs=1e-5)
+    assert json.loads((tmp_path / "results.json").read_text())["processes"] == 2
+    assert list((tmp_path / "checkpoints").glob("step_*"))
 
 
 def test_gradient_accumulation_is_a_larger_batch(reference: Path, tmp_path: Path, call: Callable[..., None]) -> None:
