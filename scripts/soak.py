@@ -81,6 +81,12 @@ class Soak:
         prepare()
         shiftvit.run(train, RECIPES, "digits", None, [*self.flags, "--output_dir", str(output), *more])
 
+    def started(self, output: Path, count: int, *more: str) -> BaseProcess:
+        """A run that has gone on by so many steps."""
+        before, process = steps(output), self.start(output, *more)
+        wait_for(output, before + count, process.is_alive)
+        return process
+
     def said(self, output: Path) -> str:
         return output.with_suffix(".txt").read_text(errors="replace")
 
@@ -98,17 +104,18 @@ class Soak:
         assert process.exitcode == 2, f"not refused: ended with {process.exitcode}"
         assert re.search(rf"error: .*{message}", said), f"another refusal: {said[-500:]}"
 
-    def difference(self, output: Path) -> float:
-        one, other = (load_file(path / "model.safetensors") for path in (self.reference, output))
-        if all(torch.equal(one[name], other[name]) for name in one):
-            return 0.0
-        first, second = (torch.cat([state[name].double().flatten() for name in one]) for state in (one, other))
-        return float((first - second).norm() / first.norm())
-
     def equal(self, output: Path, within: float = 0.0) -> float:
-        difference = self.difference(output)
+        """How far its weights are from those of the undisturbed run, which must be no more than that."""
+        one, other = (load_file(path / "model.safetensors") for path in (self.reference, output))
+        first, second = (torch.cat([state[name].double().flatten() for name in one]) for state in (one, other))
+        difference = float((first - second).norm() / first.norm())
         assert difference <= within, f"weights differ by {difference:.1e} of their norm"
         return difference
+
+    def resumed(self, output: Path, *more: str, within: float = 0.0) -> float:
+        """It goes on to its end, with the weights that it would have had."""
+        self.finish(output, *RESUME, *more)
+        return self.equal(output, within)
 
     def half_way(self, name: str) -> Path:
         """A copy of the killed run's directory, in the middle of the run."""
@@ -137,8 +144,7 @@ def killed(soak: Soak, bar: tqdm) -> str:
         bar.update()
         if number == soak.kills // 2:
             shutil.copytree(output, soak.directory / "middle")  # as a kill has left it
-    soak.finish(output, *RESUME)
-    soak.equal(output)
+    soak.resumed(output)
     return f"{soak.kills} kills up to step {moments[-1]} of {soak.steps}: same bits"
 
 
@@ -151,8 +157,7 @@ def full_disk(soak: Soak) -> str:
 
     soak.refused(output, "could not write checkpoint .*free some disk space", *RESUME, prepare=fill)
     assert sorted(path.name for path in output.glob("checkpoints/step_*")) == before
-    soak.finish(output, *RESUME)
-    soak.equal(output)
+    soak.resumed(output)
     return "refused, earlier checkpoints stay; resumed: same bits"
 
 
@@ -169,8 +174,7 @@ def read_only(soak: Soak) -> str:
     soak.refused(output, "cannot be written.*choose another --output_dir", *RESUME, prepare=drop_rights)
     for path in (output, *output.rglob("*")):
         path.chmod(0o755)
-    soak.finish(output, *RESUME)
-    soak.equal(output)
+    soak.resumed(output)
     return "refused; resumed where it may write: same bits"
 
 
@@ -195,16 +199,14 @@ def torn(soak: Soak) -> str:
         file.write_bytes(content)
     assert latest_checkpoint(root) == newest
     (newest / "optimizer.bin").write_bytes(b"")
-    soak.finish(output, *RESUME)
+    soak.resumed(output)
     assert f"passed over: {newest}" in soak.said(output)
-    soak.equal(output)
     return f"{count} torn files passed over; resumed from the one before: same bits"
 
 
 def two_runs(soak: Soak) -> str:
     output = soak.half_way("shared")
-    first, begun = soak.start(output, *RESUME), steps(output)
-    wait_for(output, begun + 2, first.is_alive)
+    first = soak.started(output, 2, *RESUME)
     alias = soak.directory / "alias"
     alias.symlink_to(output)  # the same directory by another name
     soak.refused(alias, f"is in use by process {first.pid} .*choose another --output_dir", *RESUME)
@@ -236,8 +238,7 @@ def without_drop_path(soak: Soak) -> Soak:
     directory = soak.directory / "plain"
     shutil.rmtree(directory, ignore_errors=True)
     plain = Soak(directory, 0, 0, drop_path="0")
-    process = plain.start(directory / "middle")
-    wait_for(directory / "middle", 10, process.is_alive)
+    process = plain.started(directory / "middle", 10)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     return plain
@@ -246,8 +247,7 @@ def without_drop_path(soak: Soak) -> Soak:
 def accumulation(soak: Soak) -> str:
     soak = without_drop_path(soak)
     output = soak.half_way("accumulated")
-    soak.finish(output, *RESUME, "--gradient_accumulation_steps", "2")
-    difference = soak.equal(output, ROUNDING)
+    difference = soak.resumed(output, "--gradient_accumulation_steps", "2", within=ROUNDING)
     return f"goes on; weights differ by {difference:.1e} (no drop path)"
 
 
@@ -287,31 +287,27 @@ def with_workers(soak: Soak) -> Soak:
 def ended_job(soak: Soak) -> str:
     soak = with_workers(soak)
     output = soak.directory / "ended"
-    process = soak.start(output)
-    wait_for(output, 5, process.is_alive)
+    process = soak.started(output, 5)
     for number in [*children(process.pid), process.pid]:  # a cluster tells all of them
         os.kill(number or 0, signal.SIGTERM)
     process.join(PATIENCE)
     assert process.exitcode == 0, f"the run ended with {process.exitcode}: {soak.said(output)[-500:]}"
     assert "stopped by signal; go on with" in soak.said(output)
-    soak.finish(output, *RESUME)
-    soak.equal(output)
+    soak.resumed(output)
     return "writes a checkpoint and ends; resumed: same bits"
 
 
 def dead_worker(soak: Soak) -> str:
     soak = with_workers(soak)
     output = soak.directory / "orphaned"
-    process = soak.start(output)
-    wait_for(output, 5, process.is_alive)
+    process = soak.started(output, 5)
     worker, begun = children(process.pid)[0], time.monotonic()
     os.kill(worker, signal.SIGKILL)
     process.join(PATIENCE)
     assert process.exitcode == 2, f"a worker died, and the run ended with {process.exitcode}"
     seconds = time.monotonic() - begun
     assert f"error: worker {worker} of the loader is killed by signal: Killed" in soak.said(output)
-    soak.finish(output, *RESUME)
-    soak.equal(output)
+    soak.resumed(output)
     return f"ends {seconds:.0f} s later, naming the worker; resumed: same bits"
 
 
@@ -328,8 +324,7 @@ def dead_rank(soak: Soak) -> str:
         longest = max(longest, time.monotonic() - begun)
         assert f"Signal 9 (SIGKILL) received by PID {ranks[rank]}" in soak.said(output)
         assert "[rank" not in soak.said(output), "the other process shows a traceback"
-    soak.finish(output, *RESUME)
-    difference = soak.equal(output, ROUNDING)
+    difference = soak.resumed(output, within=ROUNDING)
     return f"ends up to {longest:.0f} s later, the launcher names the rank; resumed: weights differ by {difference:.1e}"
 
 
