@@ -142,8 +142,7 @@ def test_two_machines_do_what_one_does(reference: Path, tmp_path: Path) -> None:
     machines = [start(rank, "--checkpointing_steps", "7") for rank in (0, 1)]
     printed = [machine.communicate(timeout=240) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], printed[0][1][-3000:]
-    assert "a_swin_micro" in printed[0][0]
-    assert printed[1][0].strip() == ""
+    assert ["model, log and results" in stdout for stdout, _ in printed] == [True, False]
     ours = [row["loss"] for row in log(tmp_path) if "loss" in row]
     assert ours == pytest.approx([row["loss"] for row in log(reference) if "loss" in row], abs=1e-5)
     assert json.loads((tmp_path / "results.json").read_text())["processes"] == 2
