@@ -159,9 +159,10 @@ def merging_weights(mergings: Mergings) -> list[tuple[Tensor, ...]]:
 
     - of the rows' combinations ``projection`` (r, D or more), or none: taps of type ``dtype``, times gain; and partial
       sums (parts, 2, r) of these over all columns, before they are rounded, and of their products with bias, without
-    gain; - where it is to be ``scaled``, the weights times gain (D, 4C),
-      of type ``scale``; and their sums over columns, as rounded, so that what is taken off for a mean is what it adds,
-    and their products with bias: (2, D)."""
+      gain;
+    - where it is to be ``scaled``, the weights times gain (D, 4C), of type ``scale``; and their sums over columns, as
+      rounded, so that what is taken off for a mean is what it adds, and their products with bias: (2, D).
+    """
     prepared: list[tuple[Tensor, ...]] = []
     for first in range(0, len(mergings.weights), 3):
         three = mergings.three(first)
