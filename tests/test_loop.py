@@ -163,6 +163,7 @@ def test_the_average_is_what_is_evaluated_and_saved(
     "augmentation",
     [
         {"circular": True},
+        {"shift": 4},
         {"flip": True, "rotate": 15.0},
         {"erase": 1.0},
         {"mixup": 0.8},

@@ -42,6 +42,18 @@ def test_flips_and_circular_shifts_are_what_they_say() -> None:
         assert (axis.min(), axis.max()) == (0, 31)
 
 
+def test_standard_shifts_bring_in_the_mean_colour() -> None:
+    """Content moves by up to so many pixels to each side, and what leaves does not come back."""
+    white = torch.full((300, 3, 32, 32), 255, dtype=torch.uint8)
+    x = Preprocess(size=(32, 32), shift=4).train(white, torch.arange(300), 0, 0)
+    for seen in ((x != 0).any(3), (x != 0).any(2)):  # rows, then columns
+        sides = seen[:, 0].long()  # B, 32
+        first, last = sides.argmax(1), 31 - sides.flip(1).argmax(1)
+        assert torch.equal(last - first + 1, sides.sum(1))
+        move = torch.where(first > 0, first, last - 31)
+        assert sorted(move.unique().tolist()) == list(range(-4, 5))
+
+
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     """Else a published model is shown other colours, or another crop, than it was trained on."""
     preprocess = Preprocess(size=(24, 32), resize=36, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..models.hub import PREPROCESSOR_NAME, StoredInput, read_fields
 from ..seeding import constants, derive_seed, hashed_uniform, seeded
-from ..shifts import circular_shift
+from ..shifts import circular_shift, random_shifts, standard_shift
 from .rand_augment import RandAugment
 
 __all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "PREPROCESSOR_NAME", "Mixing", "Preprocess", "check_finite"]
@@ -32,7 +32,8 @@ class Preprocess:
     """uint8 images (B, 3, h, w) -> normalised float images of the model's size, by resizing and a centre crop.
 
     ``resize`` is the size before the crop (None: the crop itself). Training adds, per image: a horizontal flip, a small
-    rotation and scaling, RandAugment, a circular shift, a rectangle of noise with probability ``erase``.
+    rotation and scaling, RandAugment, a standard shift by up to ``shift`` pixels (a crop of the padded image), a
+    circular shift, a rectangle of noise with probability ``erase``.
     """
 
     size: tuple[int, int]
@@ -42,6 +43,7 @@ class Preprocess:
     flip: bool = False
     rotate: float = 0.0
     scale: float = 0.0
+    shift: int = 0
     circular: bool = False
     erase: float = 0.0
     rand_augment: RandAugment | None = None
@@ -107,6 +109,9 @@ class Preprocess:
         else:
             levels = self.crop(self.resized(x.float())).round().clamp(0, 255)
             x = self.normalized(self.rand_augment(levels, index, *seeds))
+        if self.shift:
+            reach = (self.shift, self.shift)
+            x = standard_shift(x, random_shifts(index, (-self.shift, -self.shift), reach, *seeds, 4))
         if self.circular:
             x = circular_shift(x, (u[:, 3:5] * constants(tuple(x.shape[-2:]), x.device)).long())
         return _erase(x, index, self.erase, *seeds) if self.erase else x

@@ -77,6 +77,7 @@ class Recipe(BaseRecipe):
     resize: int | None = None  # side before the centre crop; None: no crop
     rotate: float = 0.0  # random rotation, up to so many degrees
     scale: float = 0.0  # random scaling, up to this share
+    shift: int = 0  # random standard shifts, up to so many pixels of the model's image; the mean colour comes in
     circular: bool = False  # random circular shifts as augmentation (the paper's "DA" rows)
     rand_augment: str = ""  # by timm's specification, such as rand-m9-mstd0.5-inc1
     erase: float = 0.0  # probability of random erasing
@@ -126,8 +127,8 @@ LEAST: Mapping[str, float] = {
     **dict.fromkeys(("lr", "std", "layer_decay"), 1e-30),
     **dict.fromkeys(("epochs", "steps", "lr_batch", "warmup_epochs", "warmup_steps", "warmup_lr", "min_lr",
                      "weight_decay", "betas", "clip_grad", "drop_path", "ema_decay", "seed", "label_smoothing", "mixup",
-                     "cutmix", "erase", "cpu_threads", "dataloader_num_workers", "eval_every", "checkpointing_steps",
-                     "checkpointing_minutes", "max_skipped"), 0),
+                     "cutmix", "shift", "erase", "cpu_threads", "dataloader_num_workers", "eval_every",
+                     "checkpointing_steps", "checkpointing_minutes", "max_skipped"), 0),
 }  # fmt: skip
 BELOW: Mapping[str, float] = {**dict.fromkeys(("betas", "drop_path", "ema_decay", "label_smoothing"), 1), "seed": 2**32}
 """Bounds of flags: else a number that makes no sense fails far from here, or trains something else."""
