@@ -9,7 +9,7 @@ from torch import Tensor
 from common.data.preprocess import Preprocess, check_finite
 from common.data.sources import load_data
 from common.data.splits import Arrays
-from common.evaluation.evaluate import evaluate
+from common.evaluation.evaluate import evaluate, parse_metric
 from common.evaluation.metrics import c_cons, mascc, massc, s_cons, top1
 
 
@@ -100,6 +100,23 @@ def test_evaluate_agrees_with_the_metrics() -> None:
     assert measured["c_cons_worst@2"] == c_cons(by_brightest_column, images, worst=2)
     with pytest.raises(ValueError, match="unknown metric 'accuracy': choose among top1"):
         evaluate(by_brightest_column, test, preprocess, ["accuracy"])
+
+
+def test_shifts_by_multiples() -> None:
+    """Of a model that sees where in its patch of 8 x 8 something is, and not in which."""
+
+    def by_place_in_patch(x: Tensor) -> Tensor:
+        return x.flatten(1, 2).sum(1).unflatten(1, (-1, 8)).sum(1)
+
+    _, test = load_data("digits")
+    preprocess = Preprocess(size=(32, 32))
+    names = ["c_cons@31/8", "c_cons@8/8", "c_cons@31/4", "c_cons@31/1", "c_cons@31"]
+    measured = evaluate(by_place_in_patch, test, preprocess, names, progress=False)
+    assert measured["c_cons@31/8"] == measured["c_cons@8/8"] == 100.0
+    assert measured["c_cons@31"] == measured["c_cons@31/1"] < measured["c_cons@31/4"] < 100.0
+    for name in ("c_cons/8", "s_cons@31/8", "c_cons@31/0"):
+        with pytest.raises(ValueError, match="unknown metric"):
+            parse_metric(name)
 
 
 def test_digits_are_real_held_out_and_drawn_with_a_margin() -> None:

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -29,11 +29,14 @@ from .tables import format_table, write_json
 __all__ = ["METRICS", "evaluate", "from_timm", "main"]
 
 METRICS = (
-    "top1, c_cons, s_cons; c_cons@K, s_cons@K for shifts up to K px; c_cons_worst@K for all shifts below K px; each "
-    "also of images changed first: top1:erased@N (a patch of up to N px), c_cons:flipped, top1:half (half a pixel on); "
-    "kept:half for images that get the same label as unchanged"
+    "top1, c_cons, s_cons; c_cons@K, s_cons@K for shifts up to K px, c_cons@K/N for multiples of N px among them; "
+    "c_cons_worst@K for all shifts below K px; each also of images changed first: top1:erased@N (a patch of up to N "
+    "px), c_cons:flipped, top1:half (half a pixel on); kept:half for images that get the same label as unchanged"
 )
-METRIC = re.compile(r"(top1|c_cons|s_cons|c_cons_worst|kept)(?:@(\d+))?(?::(erased|flipped|half)(?:@(\d+))?)?")
+METRIC = re.compile(
+    r"(?P<kind>top1|c_cons|s_cons|c_cons_worst|kept)(?:@(?P<reach>\d+))?(?:(?<=\d)/(?P<step>[1-9]\d*))?"
+    r"(?::(?P<change>erased|flipped|half)(?:@(?P<amount>\d+))?)?"
+)
 
 
 def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Preprocess, metrics: Sequence[str], *,
@@ -59,7 +62,7 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Prepro
         check_finite(images, "evaluate")
         outcomes = [labels >= 0]
         with torch.no_grad(), accelerator.autocast():
-            for kind, reach, change, amount in parsed.values():
+            for kind, reach, step, change, amount in parsed.values():
                 x, size = (canvas, preprocess.size) if crop and kind == "s_cons" else (images, None)
                 x = PERTURBATIONS[change](x, index, amount, seed) if change else x
                 if kind == "top1":
@@ -67,7 +70,7 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Prepro
                 elif kind == "kept":
                     outcomes.append(predict(model, x) == predict(model, images))
                 elif kind == "c_cons":
-                    outcomes.append(circular_agreement(model, x, index, max_shift=reach, seed=seed))
+                    outcomes.append(circular_agreement(model, x, index, max_shift=reach, seed=seed, step=step))
                 elif kind == "c_cons_worst":
                     outcomes.append(worst_agreement(model, x, reach or 8))
                 else:
@@ -85,12 +88,23 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Prepro
     return {**result, "images": total, **broken, "seed": seed}
 
 
-def parse_metric(name: str) -> tuple[str, int | None, str | None, int]:
-    """Kind, reach of the shifts, change of the images before, and its amount."""
+class Metric(NamedTuple):
+    """What is measured, the reach of the shifts and what they are multiples of, how images are changed before, and by
+    how much."""
+
+    kind: str
+    reach: int | None
+    step: int
+    change: str | None
+    amount: int
+
+
+def parse_metric(name: str) -> Metric:
     match = METRIC.fullmatch(name)
-    if not match:
+    if not match or (match["step"] and match["kind"] != "c_cons"):
         raise ValueError(f"unknown metric {name!r}: choose among {METRICS}")
-    return match[1], int(match[2]) if match[2] else None, match[3], int(match[4] or 0)
+    reach = int(match["reach"]) if match["reach"] else None
+    return Metric(match["kind"], reach, int(match["step"] or 1), match["change"], int(match["amount"] or 0))
 
 
 def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -104,13 +104,13 @@ def predict_pixels(model: Model, images: Tensor) -> Tensor:
     return model(images).argmax(1)
 
 
-def circular_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift: int | None, seed: int) -> Tensor:
-    """(B,) truth of "two circular shifts of image ``index[i]`` get one label"."""
+def circular_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift: int | None, seed: int,
+                       step: int = 1) -> Tensor:  # fmt: skip
+    """(B,) truth of "two circular shifts of image ``index[i]``, by multiples of ``step``, get one label"."""
     height, width = images.shape[-2:]
     high = (height - 1, width - 1) if max_shift is None else (max_shift, max_shift)
-    first, second = (
-        predict(model, circular_shift(images, random_shifts(index, (0, 0), high, seed, which))) for which in (1, 2)
-    )
+    shifts = (step * random_shifts(index, (0, 0), (high[0] // step, high[1] // step), seed, which) for which in (1, 2))
+    first, second = (predict(model, circular_shift(images, shift)) for shift in shifts)
     return first == second
 
 
