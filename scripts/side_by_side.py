@@ -6,7 +6,8 @@ python scripts/side_by_side.py cvt/cifar10_default cvt/cifar10_ours --battery --
 A run is FOLDER/RECIPE. Flags that are not listed below go to every ``train.py``; those of one run follow its name:
 ``"cvt/cifar10_default --lr 5e-4"``. A run waits for one that it names in braces, to take its weights:
 ``"cvt/cifar10_adapted --pretrained {cvt/cifar10_default}"``. ``+`` before a run makes it wait for all runs before it.
-On CUDA the runs share the GPU by its multi-process service, if that is installed.
+On CUDA the runs share the GPU by its multi-process service, if that is installed, ``--jobs`` at a time. Two or three
+fill a GPU: with eight, a CvT-13 on an H200 trained at a fifth of its rate.
 
 Every run has a folder in ``--output_dir``, with a log of what it printed. With ``--battery`` a trained model is
 measured, into ``battery.json`` beside it. ``--budget`` stops all runs after so many seconds: each writes a checkpoint,
@@ -33,6 +34,7 @@ import torch
 from tqdm.auto import tqdm
 
 import shiftvit
+from common.evaluation.flags import count
 from common.evaluation.plots import read_log
 from common.evaluation.tables import format_table, write_json
 
@@ -57,26 +59,30 @@ class Run:
     state: str = "waits"  # trains, trained, is measured, done, failed
     process: "subprocess.Popen[bytes] | None" = None
 
-    def advance(self, common: Sequence[str], battery: Sequence[str] | None) -> None:
-        """Go on as far as may be. ``common``: flags of every training; ``battery``: those of a measurement, if any."""
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def advance(self, common: Sequence[str], battery: Sequence[str] | None, free: bool = True) -> None:
+        """Go on as far as may be. ``common``: flags of every training; ``battery``: those of a measurement, if any.
+        Nothing is started unless a job is ``free``."""
         trained, measured = ((self.directory / name).exists() for name in ("results.json", "battery.json"))
-        running = self.process is not None and self.process.poll() is None
         if self.state == "waits" and trained:
             self.state = "trained"
         elif self.state == "waits" and any(run.state == "failed" for run in self.after):
             self.state = "failed"
-        elif self.state == "waits" and all(run.state in TRAINED for run in self.after):
+        elif self.state == "waits" and free and all(run.state in TRAINED for run in self.after):
             resume = ["--resume_from_checkpoint", "latest"] if any(self.directory.glob("checkpoints/step_*")) else []
             self.start("trains", [f"{self.folder}/train.py", "--recipe", self.recipe, *common, *self.flags, *resume,
                                   "--report_to", "none", "--output_dir", str(self.directory)])  # fmt: skip
-        elif self.state == "trains" and not running:
+        elif self.state == "trains" and not self.running:
             self.state = "trained" if trained else "failed"
         elif self.state == "trained" and (battery is None or measured):
             self.state = "done"
-        elif self.state == "trained" and battery is not None:
+        elif self.state == "trained" and free and battery is not None:
             self.start("is measured", ["scripts/battery.py", *battery, "--model", str(self.directory), "--json",
                                        str(self.directory / "battery.part.json")])  # fmt: skip
-        elif self.state == "is measured" and not running:
+        elif self.state == "is measured" and not self.running:
             self.state = "done" if self.process is not None and self.process.returncode == 0 else "failed"
             for part in self.directory.glob("battery.part.*") if self.state == "done" else ():  # a battery is whole
                 part.replace(self.directory / part.name.replace(".part", ""))
@@ -149,13 +155,14 @@ def shared_gpu() -> Iterator[None]:
             subprocess.run([SERVICE], input=b"quit\n", check=False)
 
 
-def train_together(runs: Sequence[Run], common: Sequence[str], battery: Sequence[str] | None, until: float) -> None:
-    """Start what may start and measure what is trained, until nothing is left to do or time is up."""
+def train_together(runs: Sequence[Run], common: Sequence[str], battery: Sequence[str] | None, until: float,
+                   jobs: int) -> None:  # fmt: skip
+    """Start what may start, trainings first, and measure what is trained, until nothing is left to do or time is up."""
     shown, words = 0.0, ""
     with tqdm(total=len(runs), unit="run") as bar:
         while any(run.state not in ("done", "failed") for run in runs):
-            for run in runs:
-                run.advance(common, battery)
+            for run in sorted(runs, key=lambda run: run.state == "trained"):
+                run.advance(common, battery, sum(other.running for other in runs) < jobs)
             if more := sum(run.state in ("done", "failed") for run in runs) - bar.n:
                 bar.update(more)
             if time.monotonic() > until:
@@ -163,7 +170,8 @@ def train_together(runs: Sequence[Run], common: Sequence[str], battery: Sequence
                 return
             if time.monotonic() > shown + 10:
                 shown, before = time.monotonic(), words
-                words = ", ".join(f"{row['run']} {row['state']} {row['epoch'] or ''}" for row in map(Run.row, runs))
+                rows = [run.row() for run in runs if run.running]
+                words = ", ".join(f"{row['run']} {row['state']} {row['epoch'] or ''}".rstrip() for row in rows)
                 bar.set_postfix_str(words) if words != before else None
             time.sleep(0.2)
 
@@ -175,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--data", required=True, help="a folder or a Hub id, for all runs")
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"), help="of training and measurement")
     parser.add_argument("--battery", action="store_true", help="measure each model once it is trained")
+    parser.add_argument("--jobs", type=count, default=3, help="trainings and measurements at a time (%(default)s)")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which all runs are stopped")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/side_by_side"))
     args, flags = parser.parse_known_args(arguments)
@@ -182,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     both = ["--data", args.data, *(["--mixed_precision", args.mixed_precision] if args.mixed_precision else [])]
     with shared_gpu():
         try:
-            train_together(runs, [*both, *flags], both if args.battery else None, until)
+            train_together(runs, [*both, *flags], both if args.battery else None, until, args.jobs)
         finally:
             for run in runs:
                 run.stop()

@@ -25,6 +25,10 @@ if "--fail" in flags:
 (out / "log.jsonl").write_text(json.dumps({"step": 1, "epoch": 3, "top1": 50.0}) + "\\n")
 if "--slow" in flags and "--resume_from_checkpoint" not in flags:
     time.sleep(60)
+order = (out.parent / "order.txt").open("a", buffering=1)
+order.write(f"{out.name} begins\\n")
+time.sleep(0.3)
+order.write(f"{out.name} ends\\n")
 (out / "results.json").write_text("{}")
 """
 BATTERY = """
@@ -32,6 +36,7 @@ import pathlib, sys
 flags = sys.argv[1:]
 target = pathlib.Path(flags[flags.index("--json") + 1])
 assert (target.parent / "results.json").exists()
+(target.parent.parent / "order.txt").open("a").write(f"{target.parent.name} is measured\\n")
 target.write_text("{}")
 """
 
@@ -78,6 +83,17 @@ def test_runs_wait_for_those_whose_weights_they_take(script: SimpleNamespace) ->
     run(script, "swin/a", "--battery")
     assert measured.read_text() == "{}"
     assert not measured.with_name("battery.part.json").exists()
+
+
+def test_jobs_take_turns_and_trainings_come_first(script: SimpleNamespace) -> None:
+    """More than a GPU can take at a time slow one another down."""
+    run(script, "swin/a", "swin/b", "cvt/c --pretrained {swin/a}", "--battery", "--jobs", "1")
+    names = "swin_a", "swin_b", "cvt_c_pretrained"
+    trained = [f"{name} {what}" for name in names for what in ("begins", "ends")]
+    order = (script.output / "order.txt").read_text().splitlines()
+    assert order == [*trained, *(f"{name} is measured" for name in names)]
+    with pytest.raises(SystemExit):
+        run(script, "swin/a", "--jobs", "0")
 
 
 def test_time_is_up_and_the_same_command_goes_on(script: SimpleNamespace) -> None:
