@@ -3,15 +3,15 @@
 import os
 import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.library import triton_op, wrap_triton
+from torch.library import infer_schema, triton_op, wrap_triton
 
 from . import cards
-from .tracing import analyse_once
+from .tracing import analyse_once, mark_graphs
 
 try:
     import triton
@@ -46,6 +46,7 @@ PLAIN = {Tensor, nn.Parameter}  # tensors with data: nothing sharded, and no sta
 RECORD: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None  # takes launches instead of running them
 _COMPILED: dict[tuple, tuple[Any, list]] = {}
 _REPORTED: set[str] = set()
+mark_graphs()
 
 
 class KernelError(RuntimeError):
@@ -87,7 +88,8 @@ def operator(name: str) -> Callable[[Launcher], Launcher]:
     """
 
     def register(function: Launcher) -> Launcher:
-        triton_op(name, mutates_args={})(function)
+        schema = infer_schema(function, mutates_args={})
+        triton_op(name, mutates_args={}, schema=schema)(partial(function))  # torch would search its source, in vain
         library, _, short = name.partition("::")
         known = getattr(getattr(torch.ops, library), short).default  # itself: less for a compiled graph to check
 

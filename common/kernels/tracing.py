@@ -1,26 +1,40 @@
-"""What a compiler asks of a kernel, answered once: which of its arguments it writes to.
+"""What a compiler asks of kernels.
 
-To find out, torch lowers the kernel to Triton's intermediate code: for every launch in a graph, and up to four times
-for each. Kernels with unrolled loops take a second every time, and a model launches the same ones block after block.
-What is found depends on the kernel, on the types of its tensors and on its other arguments alone, so it is kept by
-these. (torch is about to do so itself, see its pull request 193227.)
+Which of its arguments a kernel writes to is answered once. To find out, torch lowers the kernel to Triton's
+intermediate code: for every launch in a graph, and up to four times for each. Kernels with unrolled loops take a second
+every time, and a model launches the same ones block after block. What is found depends on the kernel, on the types of
+its tensors and on its other arguments alone, so it is kept by these. (torch is about to do so itself, see its pull
+request 193227.)
+
+torch keeps compiled graphs on disk, and knows our operators there by their names. What they do is added to the key:
+else a graph of today would run with the kernels of an earlier version.
 """
 
 from collections.abc import Callable
 from copy import copy
 from functools import cache, wraps
+from hashlib import sha256
 from numbers import Number
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["analyse_once"]
+__all__ = ["analyse_once", "mark_graphs"]
 
+MARK = "shift_vits="
 PACKAGE = __name__.rpartition(".")[0]
 ANALYSES = "identify_accessed_tensors", "identify_mutated_tensors"  # as versions of torch have it
 SIMPLE = Number, str, torch.dtype, NoneType  # compilers have numbers of their own
+
+
+def mark_graphs(folder: Path = Path(__file__).parent) -> None:
+    """Have torch find a graph on disk only if the kernels in ``folder`` are those that it was compiled with."""
+    sources = sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))).hexdigest()[:16]
+    others = [tag for tag in torch.compiler.config.cache_key_tag.split() if not tag.startswith(MARK)]
+    torch.compiler.config.cache_key_tag = " ".join([*others, MARK + sources])
 
 
 @cache
