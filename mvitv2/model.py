@@ -34,7 +34,7 @@ from common.models.classifier import Classifier, PaddingMode, Stages, check_head
 from common.models.embedding import PatchEmbed
 from common.models.positions import circular_rows, in_eights, linear_rows, one_hot_places
 from common.models.registry import defaults, register_model
-from common.ops import add_norm, pool_heads, pool_maximum, with_positions
+from common.ops import add_norm, look_up, pool_heads, pool_maximum, with_positions
 from common.ops.projection_energy import Pooling
 
 ANCHORS = ("token", "pool")
@@ -102,7 +102,7 @@ class PoolingAttention(nn.Module):
         """Queries (B, heads, queries, d) and E as further channels: one for every row and every column of keys, in the
         order of ``places``, times sqrt(d), which the attention divides by."""
         scale = q.shape[-1] ** 0.5
-        by_row, by_column = (in_eights(table[places] * scale, 1) for table, places in
+        by_row, by_column = (in_eights(look_up(table, places) * scale, 1) for table, places in
                              ((self.rel_pos_h, self.rows), (self.rel_pos_w, self.columns)))  # fmt: skip
         return with_positions(q, by_row, by_column)
 

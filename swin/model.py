@@ -21,7 +21,7 @@ from common.models.embedding import PatchEmbed
 from common.models.registry import defaults, register_model
 from common.models.windowed import ANCHORS, WindowedClassifier
 from common.models.windows import in_whole_windows, relative_position_index
-from common.ops import add_norm, attend_in_windows, reduce_patches
+from common.ops import add_norm, attend_in_windows, look_up, reduce_patches
 from common.ops.merge_energy import Merging
 
 
@@ -52,7 +52,7 @@ class WindowAttention(nn.Module):
 
     def window_bias(self) -> Tensor:
         """(heads, n, n), of the tokens of a window."""
-        return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).contiguous()
+        return look_up(self.relative_position_bias_table, self.relative_position_index).permute(2, 0, 1).contiguous()
 
 
 class SwinBlock(nn.Module):

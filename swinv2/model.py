@@ -23,7 +23,7 @@ from common.models.embedding import PatchEmbed
 from common.models.registry import defaults, register_model
 from common.models.windowed import ANCHORS, WindowedClassifier
 from common.models.windows import in_whole_windows, relative_position_index
-from common.ops import attend_in_windows, reduce_patches
+from common.ops import attend_in_windows, look_up, reduce_patches
 from common.ops.merge_energy import Merging
 from common.ops.weights import is_plain
 
@@ -87,7 +87,7 @@ class WindowAttention(nn.Module):
     def window_bias(self) -> Tensor:
         """(heads, n, n), of the tokens of a window."""
         bias = 16 * torch.sigmoid(self.cpb_mlp(self.relative_coords_table))  # positions, heads
-        return bias[self.relative_position_index].permute(2, 0, 1).contiguous()
+        return look_up(bias, self.relative_position_index).permute(2, 0, 1).contiguous()
 
 
 class SwinV2Block(nn.Module):

@@ -15,6 +15,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from common.models.registry import create_model, list_models
 
 MICRO = list_models("a_*_micro", exclude_filters="upernet_*")
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FUSED: list[type[torch.optim.Optimizer]] = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
 
 
@@ -22,7 +23,7 @@ def step(optimizer: Callable[..., torch.optim.Optimizer], **options: bool) -> Ca
     def change(model: nn.Module) -> None:
         generator = torch.Generator().manual_seed(3)
         for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
         optimizer(model.parameters(), lr=0.1, **options).step()
 
     return change
@@ -40,9 +41,9 @@ def from_vector(model: nn.Module) -> None:
     """The base is restored in between, so that addresses of weights are used again."""
     base = parameters_to_vector(model.parameters()).detach().clone()
     vector_to_parameters(base * 1.5, model.parameters())
-    model(torch.zeros(2, 3, 32, 32))
+    model(torch.zeros(2, 3, 32, 32).to(base))
     vector_to_parameters(base, model.parameters())
-    model(torch.zeros(2, 3, 32, 32))
+    model(torch.zeros(2, 3, 32, 32).to(base))
     vector_to_parameters(base * 0.5, model.parameters())
 
 
@@ -78,6 +79,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     **{f"fused {kind.__name__}": step(kind, fused=True) for kind in FUSED},
     **{f"foreach {kind.__name__}": step(kind, foreach=True) for kind in (torch.optim.AdamW, torch.optim.RMSprop)},
     "plain AdamW": step(torch.optim.AdamW, foreach=False),
+    **({"capturable AdamW": step(torch.optim.AdamW, capturable=True)} if "cuda" in DEVICES else {}),
     ".data": scale_data,
     "a thread": in_a_thread,
     "detached": scale_detached,
@@ -89,18 +91,21 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MICRO)
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-def test_outputs_follow_the_weights(name: str, training: bool) -> None:
-    x = torch.randn(2, 3, 32, 32)
+def test_outputs_follow_the_weights(name: str, training: bool, device: str) -> None:
+    x = torch.randn(2, 3, 32, 32, device=device)
     for kind, change in CHANGES.items():
-        model = randomize(create_model(name)).train(training)
+        if kind.startswith("capturable") and device == "cpu":
+            continue
+        model = randomize(create_model(name)).to(device).train(training)
         state = copy.deepcopy(model.state_dict())  # statistics of norms move with every call in training
         with torch.no_grad():
             before = model(x)
             model.load_state_dict(state)
             change(model)
-            fresh = create_model(name).train(training)
+            fresh = create_model(name).to(device).train(training)
             fresh = fresh.bfloat16().float() if kind == "bfloat16 and back" else fresh  # tables are rounded, too
             fresh.load_state_dict(model.state_dict())
             expected, after = fresh(x), model(x)
@@ -108,20 +113,24 @@ def test_outputs_follow_the_weights(name: str, training: bool) -> None:
         assert not torch.equal(after, before), kind
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MICRO)
-def test_models_built_in_inference_mode_follow_what_is_loaded(name: str) -> None:
-    x, other = torch.randn(2, 3, 32, 32), randomize(create_model(name)).eval().requires_grad_(False)
+def test_models_built_in_inference_mode_follow_what_is_loaded(name: str, device: str) -> None:
+    x = torch.randn(2, 3, 32, 32, device=device)
+    other = randomize(create_model(name)).to(device).eval().requires_grad_(False)
     with torch.inference_mode():
-        model = create_model(name).eval().requires_grad_(False)  # torch convolves otherwise for a gradient
+        model = create_model(name).to(device).eval().requires_grad_(False)  # torch convolves otherwise for a gradient
         model(x)
         model.load_state_dict(other.state_dict())
         assert torch.equal(model(x), other(x))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MICRO)
 @torch.no_grad()
-def test_a_functional_call_and_a_copy_have_weights_of_their_own(name: str) -> None:
-    x, model, other = torch.randn(2, 3, 32, 32), randomize(create_model(name)).eval(), create_model(name).eval()
+def test_a_functional_call_and_a_copy_have_weights_of_their_own(name: str, device: str) -> None:
+    x = torch.randn(2, 3, 32, 32, device=device)
+    model, other = randomize(create_model(name)).to(device).eval(), create_model(name).to(device).eval()
     model.requires_grad_(False), other.requires_grad_(False)  # torch convolves otherwise for a gradient
     model(x)
     assert torch.equal(torch.func.functional_call(model, dict(other.state_dict()), (x,)), other(x))
@@ -132,15 +141,20 @@ def test_a_functional_call_and_a_copy_have_weights_of_their_own(name: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MICRO)
-def test_a_compiled_model_follows_the_weights(name: str) -> None:
-    """Traced once, without a compiler behind: weights are inputs of the graph, never part of it."""
-    model = randomize(create_model(name)).eval()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    x: Tensor = torch.randn(2, 3, 32, 32)
+def test_a_compiled_model_follows_the_weights(name: str, device: str) -> None:
+    """Traced once, on a CPU without a compiler behind: weights are inputs of the graph, never part of it."""
+    model = randomize(create_model(name)).to(device).eval()
+    if device == "cuda":
+        compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    else:
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+    x: Tensor = torch.randn(2, 3, 32, 32, device=device)
     with torch.no_grad():
-        compiled(x)
+        for _ in range(3):  # a CUDA graph is recorded in the second call
+            compiled(x)
         scale_data(model)
-        fresh = create_model(name).eval()
+        fresh = create_model(name).to(device).eval()
         fresh.load_state_dict(model.state_dict())
         assert torch.allclose(compiled(x), fresh(x), atol=1e-5, rtol=1e-4)

@@ -8,6 +8,7 @@ from .depthwise import depthwise, kernel_weights, project
 from .dispatch import op, product_dtype, reference
 from .embed import embed
 from .gelu import gelu
+from .lookup import look_up
 from .merge import merge_patches, reduce_patches
 from .pooling import pool_heads, pool_maximum, with_positions
 from .residual import add_norm, materialize, norm_ahead
@@ -22,6 +23,7 @@ __all__ = [
     "embed",
     "gelu",
     "kernel_weights",
+    "look_up",
     "materialize",
     "merge_patches",
     "norm_ahead",
