@@ -58,10 +58,10 @@ def test_convolved_in_half_precision() -> None:
 def test_embedding_of_tokens_for_inference(monkeypatch: pytest.MonkeyPatch, launched: list[str], placed: bool) -> None:
     conv, x = nn.Conv2d(32, 40, 3, 2, 1, padding_mode="circular"), torch.randn(2, 6, 8, 32).permute(0, 3, 1, 2)
     offset = torch.tensor([[1, 0], [5, 7]]) if placed else None
-    embed(conv, x, offset)  # with gradients: by other means
+    embed(x, conv, offset)  # with gradients: by other means
     assert not launched
     with torch.no_grad():
-        fast, expected = both(monkeypatch, lambda: embed(conv, x, offset)[0])
+        fast, expected = both(monkeypatch, lambda: embed(x, conv, offset)[0])
     assert launched == ["_convolved"]
     assert torch.allclose(fast, expected, atol=1e-5)
 

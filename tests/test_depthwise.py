@@ -17,9 +17,7 @@ from common.kernels import (
     fits_pooled,
     fits_pooled_maximum,
     fits_positioned,
-    pooled,
     pooled_maximum,
-    positioned,
 )
 from common.models.registry import create_model
 from common.ops.depthwise import _depthwise, depthwise
@@ -63,21 +61,6 @@ def test_depthwise_kernel(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 
 
 @interpreted
-@pytest.mark.parametrize(("size", "stride"), [((4, 12), 2), ((8, 8), 4), ((2, 17), 1)])  # 17 are no whole strips
-def test_depthwise_kernel_at_an_origin(size: tuple[int, int], stride: int) -> None:
-    """Outputs and gradients are those of tokens rolled there, of each sample at its own place."""
-    x, weight = torch.randn(3, *size, 40, requires_grad=True), torch.randn(3, 3, 40, requires_grad=True)
-    origin = torch.tensor([[0, 1], [stride, size[1] - 1], [size[0] - 1, 0]])
-    upstream = torch.randn(3, size[0] // stride, size[1] // stride, 40)
-    results = []
-    for f in (depthwise, plain_depthwise):
-        out = f(x, weight, stride, True, origin)
-        results.append([out, *torch.autograd.grad(out, [x, weight], upstream)])
-    for fast, plain in zip(*results, strict=True):
-        assert torch.allclose(fast, plain, atol=1e-4, rtol=1e-5)
-
-
-@interpreted
 @pytest.mark.parametrize(("size", "channels", "stride", "placed", "lead"), [
     ((4, 8), 64, 1, False, 0), ((6, 6), 96, 2, True, 1), ((7, 5), 33, 2, False, 3)
 ])  # fmt: skip
@@ -105,41 +88,6 @@ def test_depthwise_norm(size: tuple[int, int], channels: int, stride: int, place
 
 
 @interpreted
-@pytest.mark.parametrize(("size", "d", "stride", "circular", "beside"), [
-    ((4, 8), 96, 1, True, 16), ((6, 6), 32, 2, False, 0), ((7, 5), 40, 2, False, 24), ((8, 8), 48, 4, True, 0),
-])  # fmt: skip
-@torch.no_grad()
-def test_pooled(size: tuple[int, int], d: int, stride: int, circular: bool, beside: int) -> None:
-    """What a convolution, a norm and a concatenation give, one after another; heads in three pieces, in one, and with
-    channels to spare, of a slice of wider tokens, on a torus from an origin on."""
-    x = torch.randn(3, *size, 6 * d)[..., 2 * d : 4 * d]
-    weight, gain, shift = torch.randn(3, 3, d), torch.rand(d), torch.randn(d)
-    area = -(-size[0] // stride) * -(-size[1] // stride)
-    more = torch.randn(area, beside)
-    assert fits_pooled(x, (3, 3), gain)
-    origin = torch.tensor([[0, 1], [stride, size[1] - 1], [size[0] - 1, 0]]) if circular else None
-    found = pooled(x, weight, gain, shift, 1e-3, stride, circular, more if beside else None, origin)
-    plain = plain_depthwise(x, weight.repeat(1, 1, 2), stride, circular, origin).unflatten(3, (2, d))
-    plain = F.layer_norm(plain, (d,), gain, shift, 1e-3).flatten(1, 2).transpose(1, 2)
-    assert torch.allclose(found, torch.cat([plain, more.expand(3, 2, -1, -1)], -1), atol=1e-5, rtol=1e-5)
-
-
-@interpreted
-@pytest.mark.parametrize(("size", "keys", "d", "heads"), [((3, 2), (8, 16), 96, 5), ((2, 3), (24, 8), 32, 70)])
-@torch.no_grad()
-def test_positioned(size: tuple[int, int], keys: tuple[int, int], d: int, heads: int) -> None:
-    """Products with the table of a query's row and with that of its column; heads that are no whole programs."""
-    q, by_row, by_column = torch.randn(1, heads, size[0] * size[1], d), *(
-        torch.randn(side, n, d) for side, n in zip(size, keys, strict=True))  # fmt: skip
-    assert fits_positioned(q)
-    grid = q.unflatten(2, size)
-    along = torch.einsum("bnhwd,hkd->bnhwk", grid, by_row), torch.einsum("bnhwd,wkd->bnhwk", grid, by_column)
-    expected = torch.cat([grid, *along], -1).flatten(2, 3)
-    assert torch.allclose(positioned(q, by_row, by_column), expected, atol=1e-4)
-    assert not fits_positioned(q[..., :-1])
-
-
-@interpreted
 def test_pooled_is_for_inference() -> None:
     """Lost otherwise: gradients."""
     x, gain = torch.randn(1, 4, 4, 64), torch.ones(32)
@@ -155,6 +103,7 @@ def test_pooled_is_for_inference() -> None:
         assert not fits_pooled_maximum(x, 4)
         assert fits_positioned(x)
         assert not fits_positioned(x.transpose(1, 2))
+        assert not fits_positioned(x[..., :-1])
 
 
 @interpreted

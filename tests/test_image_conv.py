@@ -55,8 +55,8 @@ def test_parts_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, stride:
     def run() -> list[Tensor]:
         with torch.no_grad():
             return [
-                embed(conv, x, at)[0],
-                embed(conv, x)[0],
+                embed(x, conv, at)[0],
+                embed(x, conv)[0],
                 anchor.choose(x.permute(0, 2, 3, 1), conv, low_precision=True, origin=at),
             ]
 
@@ -120,12 +120,12 @@ def test_embedding_of_an_image(monkeypatch: pytest.MonkeyPatch, kernel: int, pad
 
     def infer() -> list[Tensor]:
         with torch.no_grad():
-            tokens, found = embed(conv, x, offset, norm, anchor.reads)
+            tokens, found = embed(x, conv, offset, norm, anchor.reads)
             known = moments(tokens, anchor.direction) if found is None else found.unbind(1)
-            return [tokens, *known, embed(conv, x, offset)[0]]
+            return [tokens, *known, embed(x, conv, offset)[0]]
 
     def train() -> list[Tensor]:
-        tokens = embed(conv, x, offset)[0]
+        tokens = embed(x, conv, offset)[0]
         return [tokens, *torch.autograd.grad(tokens.square().sum(), [conv.weight, conv.bias])]
 
     for run in (infer, train):

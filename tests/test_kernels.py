@@ -1,4 +1,4 @@
-"""How kernels are launched and traced; those of attention and scores against their torch forms."""
+"""How kernels are launched and traced, and how they score tokens."""
 
 import sys
 from collections import Counter
@@ -8,23 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import both, interpreted, launches
+from conftest import Uninitialised, interpreted, launches
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
 
 from common import create_model, kernels
-from common.anchors import ConvAnchor, KeysAndValues, MergeAnchor, ProjectionAnchor, WindowAnchor, best_offset
+from common.anchors import ConvAnchor, best_offset
 from common.anchors.energy import at_every_position, phase_energies
 from common.kernels.cards import Card, assumed
 from common.models import classifier
-from common.models.windows import shifted_window_mask
-from common.ops import attend_in_windows, merge_patches
 from common.ops.choice import moments
 from common.ops.energy import plain_taps
 from common.ops.strided import Strided
-from common.ops.weights import product
 
 if kernels.AVAILABLE:
     import triton
@@ -84,7 +81,8 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trace(name: str, backend: Callable[..., Any], batch: int, learning: bool = False) -> None:
-    model = create_model(name).train(learning)
+    with Uninitialised():
+        model = create_model(name).train(learning)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.inference_mode(not learning), torch.autocast("cpu", torch.bfloat16):
         logits = compiled(torch.zeros(batch, 3, *model.img_size))
@@ -158,105 +156,6 @@ def test_compilers_know_what_kernels_write(name: str, learning: bool) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("placed", [False, True], ids=["at zero", "at its own origin"])
-@pytest.mark.parametrize(("window", "size", "shift", "cosine", "d"), [
-    ((7, 7), (14, 21), (3, 3), False, 32),
-    ((4, 4), (8, 8), (0, 0), False, 16),
-    ((8, 8), (16, 8), (4, 0), True, 32),
-    ((4, 4), (8, 12), (2, 2), True, 16),
-])  # fmt: skip
-def test_window_attention(monkeypatch: pytest.MonkeyPatch, window: tuple[int, int], size: tuple[int, int],
-                          shift: tuple[int, int], cosine: bool, d: int, placed: bool) -> None:  # fmt: skip
-    heads, n = 2, window[0] * window[1]
-    qkv = torch.randn(2, *size, 3, heads, d, requires_grad=True)
-    bias = torch.randn(heads, n, n, requires_grad=True)
-    scale = (torch.rand(heads) + 0.5).requires_grad_() if cosine else None
-    origin = torch.tensor([[1, 3], [2, 0]]) if placed else None
-    mask = None if placed else shifted_window_mask(size, window, shift, qkv.device)
-    inputs = [t for t in (qkv, bias, scale) if t is not None]
-    upstream = torch.randn(2, *size, heads * d)
-
-    def run() -> list[Tensor]:
-        out = attend_in_windows(qkv, bias, scale, window, shift, mask, origin)
-        return [out, *torch.autograd.grad(out, inputs, upstream)]
-
-    for fast, plain in zip(*both(monkeypatch, run), strict=True):
-        assert torch.allclose(fast, plain, atol=2e-5, rtol=1e-4)
-
-
-@interpreted
-@pytest.mark.parametrize(("kernel", "stride", "padding", "channels", "score", "sketch"), [
-    (3, 2, 1, 40, "signed", 4),
-    (3, 2, 1, 40, "energy", 8),
-    (2, 2, 0, 16, "signed", 16),
-    (3, 4, 1, 64, "signed", 4),
-    (3, 4, 1, 64, "energy", 16),
-])  # fmt: skip
-def test_phases_of_convolutions(monkeypatch: pytest.MonkeyPatch, kernel: int, stride: int, padding: int, channels: int,
-                                score: Any, sketch: int) -> None:  # fmt: skip
-    anchor = ConvAnchor(score=score, sketch=sketch)
-    conv = nn.Conv2d(channels, 32, kernel, stride, padding)
-    x = torch.randn(4, channels, 8, 12)
-    launched = launches(monkeypatch, "token_energy", "token_rows", "token_scores")
-    fast, plain = both(monkeypatch, lambda: anchor.offset(x, conv, low_precision=True))
-    assert launched
-    assert torch.equal(fast, plain)
-    assert len(plain.unique(dim=0)) > 1
-
-
-@interpreted
-@pytest.mark.parametrize("normalised", [True, False])
-def test_patch_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool) -> None:
-    norm = nn.LayerNorm(4 * 24) if normalised else None
-    if norm is not None:
-        nn.init.normal_(norm.weight)
-        nn.init.normal_(norm.bias)
-    x, offset = 3 + torch.randn(3, 6, 10, 24), torch.randint(0, 6, (3, 2))
-    with torch.no_grad():
-        fast, plain = both(monkeypatch, lambda: merge_patches(x, offset, norm))
-    assert torch.allclose(fast, plain, atol=1e-5)
-
-
-@interpreted
-@pytest.mark.parametrize(("channels", "sketch"), [(24, 16), (32, 4)])
-@pytest.mark.parametrize("normalised", [True, False])
-def test_phases_of_patch_merging(monkeypatch: pytest.MonkeyPatch, normalised: bool, channels: int,
-                                 sketch: int) -> None:  # fmt: skip
-    c = 4 * channels
-    anchor, reduction, norm = MergeAnchor(sketch=sketch), nn.Linear(c, 48, bias=False), nn.LayerNorm(c)
-    nn.init.normal_(norm.weight)
-    nn.init.normal_(norm.bias)
-    x = torch.randn(6, 8, 14, channels)
-    fast, plain = both(
-        monkeypatch, lambda: anchor.offset(x, reduction, norm if normalised else None, low_precision=True)
-    )
-    assert torch.equal(fast, plain)
-
-
-@interpreted
-def test_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More combinations than one program takes, and not of a multiple of them."""
-    a, b = torch.randn(38, 24), torch.randn(24, 20)
-    fast, plain = both(monkeypatch, lambda: product(a, b))
-    assert torch.allclose(fast, plain, atol=1e-5, rtol=1e-5)
-
-
-@interpreted
-@pytest.mark.parametrize(("size", "score"), [
-    ((14, 21), "signed"), ((14, 21), "energy"), ((56, 56), "signed"), ((28, 70), "energy"),
-    ((7, 7), "signed"), ((7, 7), "energy"), ((7, 14), "signed"),
-])  # fmt: skip
-def test_offsets_of_windows(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], score: Any) -> None:
-    anchor = WindowAnchor(score=score)
-    x = torch.randn(2, *size, 16) + 1
-    launched = launches(monkeypatch, "choices")
-    fast, plain = both(monkeypatch, lambda: anchor.offset(x, (7, 7), low_precision=True))
-    assert torch.equal(fast, plain)
-    assert plain.amax() > 0
-    assert ("_best_token" in launched) == (size == (7, 7))
-
-
-@interpreted
 @pytest.mark.parametrize("programs", [1, 400], ids=["long strips", "short strips"])
 @pytest.mark.parametrize(("kernel", "stride", "size", "channels", "norm"), [
     (2, 2, (8, 10), 32, "patch"),
@@ -322,20 +221,3 @@ def test_images_are_scored_apart() -> None:
     expected = anchor.offset(x, conv, low_precision=True)
     x[1, :, 3, 5:7] = torch.tensor([float("nan"), float("inf")])
     assert torch.equal(anchor.offset(x, conv, low_precision=True)[[0, 2]], expected[[0, 2]])
-
-
-@interpreted
-@pytest.mark.parametrize("known", [True, False])
-def test_phase_of_keys_and_values(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
-    """CvT's anchor scores normalised tokens, its own or those of a block."""
-    anchor, norm = ProjectionAnchor(sketch=4), nn.LayerNorm(32)
-    nn.init.normal_(norm.weight)
-    nn.init.normal_(norm.bias)
-    layer = KeysAndValues(norm, *(nn.Conv2d(32, 32, 3, 2, 1, groups=32, bias=False) for _ in range(2)))
-    x = torch.randn(6, 8, 14, 32) * (0.5 + torch.rand(6, 8, 14, 1)) + torch.randn(6, 8, 14, 1)
-    prepared = (norm(x), None) if known else None
-    launched = launches(monkeypatch, "token_energy", "token_rows", "token_scores")
-    fast, plain = both(monkeypatch, lambda: anchor.choose(x, layer, low_precision=True, prepared=prepared))
-    assert launched
-    assert torch.equal(fast, plain)
-    assert len({tuple(offset) for offset in plain.tolist()}) > 1

@@ -27,31 +27,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @interpreted
-@pytest.mark.parametrize("offsets", [PHASES, FAR], ids=["phases", "far"])
-@pytest.mark.parametrize("kind", ["norm", "norm without bias", "no norm"])
-@pytest.mark.parametrize("channels", [96, 20, 1])
-def test_gradients(monkeypatch: pytest.MonkeyPatch, launched: list[str], channels: int, kind: str,
-                   offsets: list[tuple[int, int]]) -> None:  # fmt: skip
-    """Training with the kernel is training without it: the output, and what x, gain and bias learn."""
-    monkeypatch.setattr(merging, "PROGRAMS", 3)  # several tiles for each of them
-    norm = None if kind == "no norm" else lively(nn.LayerNorm(4 * channels, bias=kind == "norm"))
-    x, offset = (3 + 2 * torch.randn(4, 6, 10, channels)).requires_grad_(), torch.tensor(offsets)
-    upstream = torch.randn(4, 3, 5, 4 * channels)
-    inputs = [x, *([] if norm is None else norm.parameters())]
-
-    def run() -> list[Tensor]:
-        out = merge_patches(x, offset, norm)
-        return [out, *torch.autograd.grad(out, inputs, upstream)]
-
-    compared = pairs(monkeypatch, run)
-    assert launched == ["_rolled_merge", "_rolled_merge_backward"]
-    assert len(compared) == {"norm": 4, "norm without bias": 3, "no norm": 2}[kind]
-    for fast, plain in compared:
-        assert fast.dtype == plain.dtype
-        assert torch.allclose(fast, plain, atol=2e-5, rtol=1e-4)
-
-
-@interpreted
 @pytest.mark.parametrize("channels", [1, 3, 20, 96, 600])
 def test_every_token_gets_its_own_gradient(channels: int) -> None:
     """Without a norm a patch is its tokens, so their gradients are the patches' to the bit, wherever it begins."""

@@ -16,7 +16,9 @@ def test_roll_reads_ahead_by_the_offset_of_each_sample(layout: str) -> None:
     expected = torch.stack([x[i].roll((-h, -w), (1, 2)) for i, (h, w) in enumerate(OFFSETS.tolist())])
     if layout == "NHWC":
         x, expected = x.permute(0, 2, 3, 1), expected.permute(0, 2, 3, 1)
-    assert torch.equal(roll(x, OFFSETS, dims=(2, 3) if layout == "NCHW" else (1, 2)), expected)
+    dims = (2, 3) if layout == "NCHW" else (1, 2)
+    assert torch.equal(roll(x, OFFSETS, dims), expected)
+    assert torch.equal(roll(x=x, offset=OFFSETS, dims=dims), expected)
 
 
 def test_rolls_add_up() -> None:

@@ -146,6 +146,6 @@ def test_kernels_do_not_read_wrapped_layers(monkeypatch: pytest.MonkeyPatch) -> 
         hook.remove()
     conv = nn.Conv2d(3, 8, 4, stride=4)
     conv.register_forward_hook(lambda *_: None)
-    embed(conv, torch.zeros(1, 3, 8, 8))  # else the kernel, which is not there, fails
+    embed(torch.zeros(1, 3, 8, 8), conv)  # else the kernel, which is not there, fails
     norm.register_forward_hook(lambda *_: None)
     assert residual.norm_ahead(x, norm) is None

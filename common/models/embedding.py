@@ -25,5 +25,5 @@ class PatchEmbed(nn.Module):
 
     def forward(self, grid: Grid, next_anchor: NoAnchor) -> Grid:
         """Read from the grid's origin on. ``next_anchor`` is the one whose moments a kernel may leave."""
-        x, moments = embed(self.proj, grid.tokens.permute(0, 3, 1, 2), grid.origin, self.norm, next_anchor.reads)
+        x, moments = embed(grid.tokens.permute(0, 3, 1, 2), self.proj, grid.origin, self.norm, next_anchor.reads)
         return grid.then(x, self.proj.stride[0], moments)

@@ -9,6 +9,7 @@ is traced (``rehearse``).
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..kernels import base, cards
 from ..kernels.base import KernelError, product_dtype, report, usable
 
-__all__ = ["failed", "gradients", "guarded", "op", "product_dtype", "reference", "rehearse", "watched"]
+__all__ = ["failed", "gradients", "op", "product_dtype", "reference", "rehearse", "watched"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,16 +35,16 @@ def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable
     """Put a kernel beside a reference: ``kernel(...)`` where kernels run and ``fits(...)`` holds, else the function.
 
     All three take the same arguments, a tensor first. ``fits`` looks at everything that the kernel assumes. It reads
-    shapes, types and modes alone, so a compiler decides once, while it traces. The reference stays at hand as
-    ``operation.reference``.
+    shapes, types and modes alone, so a compiler decides once, while it traces. All three stay at hand, as
+    ``operation.kernel``, ``operation.fits`` and ``operation.reference``.
     """
 
     def decorate(plain: Callable[P, T]) -> Callable[P, T]:
-        name = plain.__name__.strip("_")
+        name, first = plain.__name__.strip("_"), next(iter(signature(plain).parameters))
 
         @wraps(plain)
         def operation(*args: Any, **kwargs: Any) -> T:
-            here = usable(args[0])
+            here = usable(args[0] if args else kwargs[first])
             if not here and _WATCHER is None:
                 return plain(*args, **kwargs)
             if not (here and fits(*args, **kwargs) and _works(name)):
@@ -53,31 +54,10 @@ def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable
                 return kernel(*args, **kwargs)
             return _attempt(name, kernel, plain, args, kwargs)
 
-        operation.reference = plain  # type: ignore[attr-defined]
+        operation.kernel, operation.fits, operation.reference = kernel, fits, plain  # type: ignore[attr-defined]
         return operation
 
     return decorate
-
-
-def guarded(function: Callable[P, T]) -> Callable[P, T]:
-    """Of a function that chooses among kernels itself: if one fails, it is called again, without any."""
-    name = function.__name__.strip("_")
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> T:
-        if isinstance(args[0], Tensor) and not usable(args[0]):
-            return function(*args, **kwargs)
-        if not _works(name):
-            return plain(*args, **kwargs)
-        if _traced() or not base.ENABLED:
-            return function(*args, **kwargs)
-        return _attempt(name, function, plain, args, kwargs)
-
-    def plain(*args: Any, **kwargs: Any) -> T:
-        with reference():
-            return function(*args, **kwargs)
-
-    return call
 
 
 @torch.compiler.assume_constant_result  # what has failed stays so: graphs need not check it

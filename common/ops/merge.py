@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import kernels
-from .dispatch import guarded, op, product_dtype
+from .dispatch import op, product_dtype
 from .merge_energy import MergeWeights, Merging, Mergings, merging_dtype
 from .roll import roll
 from .weights import is_plain
@@ -37,22 +37,19 @@ def merge_patches(x: Tensor, origin: Tensor | None = None, norm: nn.LayerNorm | 
     return x if norm is None else norm(x)
 
 
-@guarded
-def reduce_patches(x: Tensor, origin: Tensor | None, norm: nn.LayerNorm | None, reduction: nn.Linear,
-                   weights: MergeWeights | None = None,
-                   direction: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """``reduction`` of ``merge_patches``: (B, H, W, C) -> (B, H/2, W/2, D). In inference one kernel, if it fits.
+def _fits_reduce(x: Tensor, origin: Tensor | None, norm: nn.LayerNorm | None, reduction: nn.Linear,
+                 weights: MergeWeights | None = None, direction: Tensor | None = None) -> bool:  # fmt: skip
+    return origin is not None and (torch.is_grad_enabled() or merging_dtype(x, norm, reduction) is not None)
 
-    ``weights`` are what has been made of these two modules' for their anchor. With ``direction`` also the results'
-    moments (``ops.choice.moments``), where that kernel has them for little, else None.
-    """
-    if origin is not None and kernels.usable(x) and torch.is_grad_enabled():  # patches are made again, not remembered
+
+def _reduce(x: Tensor, origin: Tensor | None, norm: nn.LayerNorm | None, reduction: nn.Linear,
+            weights: MergeWeights | None = None,
+            direction: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """In inference one kernel. In training patches are made again for the backward pass, not remembered."""
+    if torch.is_grad_enabled():
         return checkpoint(lambda t: reduction(merge_patches(t, origin, norm)), x, use_reentrant=False,
                           preserve_rng_state=False), None  # fmt: skip
-    dtype = merging_dtype(x, norm, reduction) if origin is not None else None
-    if origin is None or dtype is None:
-        return reduction(merge_patches(x, origin, norm)), None
-    x, eps, sums, squares = x.to(dtype), 0.0, None, None
+    x, eps, sums, squares = x.to(product_dtype(x)), 0.0, None, None
     if norm is not None:
         eps = norm.eps
         if torch.compiler.is_compiling():  # the anchor has these sums already, and the compiler finds them
@@ -61,8 +58,20 @@ def reduce_patches(x: Tensor, origin: Tensor | None, norm: nn.LayerNorm | None, 
             sums, squares, _ = kernels.token_moments(x, norm.weight).unbind(1)
     if weights is None or weights.scaled is None:
         weights = Mergings(x, [Merging(reduction, norm)], None).take(reduction)
-    if weights is None or weights.scaled is None:  # the kernel that makes them has failed
+    if weights is None or weights.scaled is None or origin is None:  # the kernel that makes them has failed
         return reduction(merge_patches(x, origin, norm)), None
     folded = None if norm is None else weights.folded
     tokens, moments = kernels.merged_product(x, origin, weights.scaled, folded, sums, squares, eps, direction)
     return tokens, moments if len(moments) else None
+
+
+@op(kernel=_reduce, fits=_fits_reduce)
+def reduce_patches(x: Tensor, origin: Tensor | None, norm: nn.LayerNorm | None, reduction: nn.Linear,
+                   weights: MergeWeights | None = None,
+                   direction: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """``reduction`` of ``merge_patches``: (B, H, W, C) -> (B, H/2, W/2, D).
+
+    ``weights`` are what has been made of these two modules' for their anchor. With ``direction`` also the results'
+    moments (``ops.choice.moments``), where a kernel has them for little, else None.
+    """
+    return reduction(merge_patches(x, origin, norm)), None

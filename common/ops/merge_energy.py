@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from .dispatch import guarded, product_dtype
+from .dispatch import op, product_dtype
 from .energy import Scoring, best_of_tokens, combination, plain_taps
 from .strided import Strided
 from .weights import gathered, is_plain
@@ -87,16 +87,19 @@ class Mergings:
     def take(self, reduction: nn.Linear) -> MergeWeights | None:
         """Those of the merging with this projection, if kernels make them."""
         if self.prepared is None and self.given is not None:
-            self.prepared = merging_weights(self.given)
+            self.prepared = merging_weights(self.given.weights[0], self.given)
         which = [i for i, merging in enumerate(self.mergings) if merging.reduction is reduction]
         return self.prepared[which[0]] if self.prepared and which else None
 
 
-@guarded
-def merging_weights(given: "kernels.Mergings") -> list[MergeWeights]:
-    """What is made of the weights of mergings; of none where kernels are off."""
-    prepared = kernels.merging_weights(given) if kernels.usable(given.weights[0]) else []
-    return [_weights(given, i, one) for i, one in enumerate(prepared)]
+def _merging_weights(x: Tensor, given: "kernels.Mergings") -> list[MergeWeights]:
+    return [_weights(given, i, one) for i, one in enumerate(kernels.merging_weights(given))]
+
+
+@op(kernel=_merging_weights, fits=lambda x, given: True)
+def merging_weights(x: Tensor, given: "kernels.Mergings") -> list[MergeWeights]:
+    """What kernels need of the weights of mergings, of which x is the first: nothing in torch."""
+    return []
 
 
 def _weights(given: "kernels.Mergings", i: int, prepared: tuple[Tensor, ...]) -> MergeWeights:

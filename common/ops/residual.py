@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from .dispatch import guarded, op, product_dtype
+from .dispatch import op, product_dtype
 from .roll import roll
 from .weights import is_plain
 
@@ -27,13 +27,19 @@ def add_norm(x: Tensor, update: Tensor, norm: nn.LayerNorm, origin: Tensor | Non
     return x, norm(x)
 
 
-@guarded
-def norm_ahead(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
-    """The norm of x by a kernel, if it fits, else None: for the first of several blocks, where a compiler would fuse it
-    with all that comes before, and take longer."""
-    if not is_plain(norm) or not kernels.fits_add_norm(x, None, norm.weight):
-        return None
+def _fits_ahead(x: Tensor, norm: nn.LayerNorm) -> bool:
+    return is_plain(norm) and kernels.fits_add_norm(x, None, norm.weight)
+
+
+def _norm_ahead(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
     return kernels.add_norm(x, None, norm.weight, norm.bias, norm.eps, product_dtype(x), None)[1]
+
+
+@op(kernel=_norm_ahead, fits=_fits_ahead)
+def norm_ahead(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
+    """The norm of x by a kernel, else None: for the first of several blocks, where a compiler would fuse it with all
+    that comes before, and take longer."""
+    return None
 
 
 def materialize(x: Tensor) -> Tensor:

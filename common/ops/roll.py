@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from .dispatch import guarded
+from .dispatch import op
 from .weights import is_plain
 
 __all__ = ["circular_pad", "convolve", "reads_from_origin", "roll"]
@@ -53,7 +53,20 @@ class _Roll(torch.autograd.Function):
         return _Roll.apply(grad, sides - offset, ctx.dims), None, None
 
 
-@guarded
+def _fits(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1), within: bool = False) -> bool:
+    tokens = [d % x.ndim for d in dims] == [1, 2]
+    return tokens and offset.shape == (x.shape[0], 2) and kernels.fits_roll_kernel(x)
+
+
+def _rolled(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1), within: bool = False) -> Tensor:
+    return kernels.rolled(x, offset if within else _wrapped(offset, x.shape[1], x.shape[2]), 0)
+
+
+def _wrapped(offset: Tensor, height: int, width: int) -> Tensor:
+    return torch.stack([offset[:, 0] % height, offset[:, 1] % width], 1)
+
+
+@op(kernel=_rolled, fits=_fits)
 def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1), within: bool = False) -> Tensor:
     """Roll every sample by its own offset: ``y[b, h, w] = x[b, h + offset[b, 0], w + offset[b, 1]]`` on the torus.
 
@@ -68,10 +81,7 @@ def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1), within: bo
     if offset.shape != (x.shape[0], 2):
         raise ValueError(f"roll needs one (row, column) offset per sample, shape {(x.shape[0], 2)}, "
                          f"got {tuple(offset.shape)}")  # fmt: skip
-    if not within:
-        offset = torch.stack([offset[:, 0] % x.shape[h], offset[:, 1] % x.shape[w]], 1)
-    if (h, w) == (1, 2) and kernels.fits_roll_kernel(x):
-        return kernels.rolled(x, offset, 0)
+    offset = offset if within else _wrapped(offset, x.shape[h], x.shape[w])
     differentiable = torch.is_grad_enabled() and x.requires_grad
     return _Roll.apply(x, offset, (h, w)) if differentiable else _gather(x, offset, (h, w))
 

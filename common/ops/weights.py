@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import kernels
-from .dispatch import guarded
+from .dispatch import op
 
 __all__ = ["gathered", "is_plain", "kernel_weights", "normed_kernel_weights", "product"]
 
@@ -46,11 +46,9 @@ def normed_kernel_weights(convs: Sequence[nn.Conv2d], norms: Sequence[nn.BatchNo
     return torch.cat([taps * scale[:, None], (shift - mean * scale)[:, None]], 1)
 
 
-@guarded
+@op(kernel=lambda a, b: kernels.sketched(a, b, None)[0], fits=lambda a, b: kernels.fits_sketch(a, b))
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of a few rows and weights, not in autocast's precision; a compiler makes it one pass with what is next."""
-    if kernels.fits_sketch(a, b):
-        return kernels.sketched(a, b, None)[0]
     if torch.compiler.is_compiling():
         return (a[:, :, None] * b).sum(1)
     with torch.autocast(a.device.type, enabled=False):
