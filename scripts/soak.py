@@ -93,8 +93,7 @@ class Soak:
     def finish(self, output: Path, *more: str) -> None:
         process = self.start(output, *more)
         process.join()
-        if process.exitcode:
-            raise AssertionError(f"a run ended with {process.exitcode}:\n{self.said(output)[-2000:]}")
+        assert not process.exitcode, f"a run ended with {process.exitcode}:\n{self.said(output)[-2000:]}"
 
     def refused(self, output: Path, message: str, *more: str, prepare: Callable[[], Any] = lambda: None) -> None:
         """A run must end at once, and say why."""
@@ -151,11 +150,8 @@ def killed(soak: Soak, bar: tqdm) -> str:
 def full_disk(soak: Soak) -> str:
     output = soak.half_way("full")
     before = sorted(path.name for path in output.glob("checkpoints/step_*"))
-
-    def fill() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # the system refuses to write on
-
-    soak.refused(output, "could not write checkpoint .*free some disk space", *RESUME, prepare=fill)
+    soak.refused(output, "could not write checkpoint .*free some disk space", *RESUME,
+                 prepare=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)))  # fmt: skip
     assert sorted(path.name for path in output.glob("checkpoints/step_*")) == before
     soak.resumed(output)
     return "refused, earlier checkpoints stay; resumed: same bits"
@@ -166,12 +162,8 @@ def read_only(soak: Soak) -> str:
     for path in (output, *output.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
     soak.directory.chmod(0o755)
-
-    def drop_rights() -> None:
-        if os.getuid() == 0:  # who may write anywhere
-            os.setuid(65534)
-
-    soak.refused(output, "cannot be written.*choose another --output_dir", *RESUME, prepare=drop_rights)
+    soak.refused(output, "cannot be written.*choose another --output_dir", *RESUME,
+                 prepare=lambda: os.getuid() or os.setuid(65534))  # fmt: skip # root may write anywhere
     for path in (output, *output.rglob("*")):
         path.chmod(0o755)
     soak.resumed(output)
@@ -184,24 +176,20 @@ def torn(soak: Soak) -> str:
     newest = root / f"step_{steps(output):08d}"
     (root / "aside").mkdir(exist_ok=True)
     (before,) = (path for path in root.glob("step_*") if path != newest)
-    count = 0
-    for file in sorted(path for path in newest.rglob("*") if path.is_file()):
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    for file in files:
         content = file.read_bytes()
         for kind, tear in TORN.items():
             spoilt = tear(content)
-            if spoilt is None:
-                file.unlink()
-            else:
-                file.write_bytes(spoilt)
+            file.unlink() if spoilt is None else file.write_bytes(spoilt)
             found = latest_checkpoint(root, report=lambda text: None)
             assert found == before, f"{file.name}, {kind}: {found} is taken for whole"
-            count += 1
         file.write_bytes(content)
     assert latest_checkpoint(root) == newest
     (newest / "optimizer.bin").write_bytes(b"")
     soak.resumed(output)
     assert f"passed over: {newest}" in soak.said(output)
-    return f"{count} torn files passed over; resumed from the one before: same bits"
+    return f"{len(files) * len(TORN)} torn files passed over; resumed from the one before: same bits"
 
 
 def two_runs(soak: Soak) -> str:
@@ -267,8 +255,7 @@ def children(process: int | None) -> list[int]:
 def processes(soak: Soak) -> str:
     soak = without_drop_path(soak)
     output = soak.half_way("distributed")
-    process = launch(soak, output, *RESUME)
-    assert process.wait() == 0, soak.said(output)[-2000:]
+    assert launch(soak, output, *RESUME).wait() == 0, soak.said(output)[-2000:]
     assert "1 processes wrote" in soak.said(output)
     difference = soak.equal(output, ROUNDING)
     return f"goes on, and says that random numbers differ; weights differ by {difference:.1e} (no drop path)"

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from common import kernels
 
@@ -151,6 +152,14 @@ def _forget_graphs() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+class Uninitialised(TorchFunctionMode):
+    """Models without the random numbers that they begin with, which take most of the time to build them: for tests that
+    ``randomize`` them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func in (Tensor.uniform_, Tensor.normal_, Tensor.erfinv_) else func(*args, **kwargs or {})
 
 
 def randomize(model: M, seed: int = 0) -> M:

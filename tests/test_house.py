@@ -63,3 +63,10 @@ def test_anchors_read_beside_the_paper() -> None:
         assert len(file.read_text().splitlines()) <= 80, file
     for folder in ("swin", "swinv2", "cvt", "mvitv2", "segmentation"):
         assert len((ROOT / folder / "model.py").read_text().splitlines()) <= 300, folder
+
+
+def test_files_are_short() -> None:
+    folders = ("common", "swin", "swinv2", "cvt", "mvitv2", "segmentation", "scripts", "shiftvit", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 150
+    assert not [file.name for file in files if len(file.read_text().splitlines()) > 350]

@@ -12,7 +12,7 @@ import pytest
 import timm
 import torch
 import transformers
-from conftest import randomize
+from conftest import Uninitialised, randomize
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -44,8 +44,9 @@ def assert_equal_outputs(ours: nn.Module, theirs: Callable[[Tensor], tuple[Tenso
     tolerance = 1e-10 if x.dtype == torch.float64 else 1e-5
     with torch.no_grad():
         logits, stages = theirs(x)
-        assert relative(ours(x), logits) < tolerance
-        for i, (mine, reference) in enumerate(zip(ours.forward_intermediates(x)[1], stages, strict=True)):
+        final, features = ours.forward_intermediates(x)
+        assert relative(ours.forward_head(final), logits) < tolerance  # as forward does: test_models.py
+        for i, (mine, reference) in enumerate(zip(features, stages, strict=True)):
             assert relative(mine, reference) < tolerance, f"stage {i}"
 
 
@@ -55,16 +56,18 @@ def assert_equal_outputs(ours: nn.Module, theirs: Callable[[Tensor], tuple[Tenso
 ], ids=str)  # fmt: skip
 def test_equals_timm(name: str, dtype: torch.dtype) -> None:
     reference_name, convert = TIMM[name]
-    reference = randomize(timm.create_model(reference_name)).to(dtype).eval()
+    with Uninitialised():
+        reference, ours = timm.create_model(reference_name), create_model(name)
+    reference, ours = randomize(reference).to(dtype).eval(), ours.to(dtype).eval()
     state = reference.state_dict()
-    ours = create_model(name).to(dtype).eval()
     ours.load_state_dict(convert.from_timm(state), strict=True)
     back = convert.to_timm(ours.state_dict())
     assert list(back) == list(state)
     assert all(torch.equal(back[key], state[key]) for key in state)
 
     def theirs(x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        return reference(x), reference.forward_intermediates(x)[1]
+        final, features = reference.forward_intermediates(x)
+        return reference.forward_head(final), features
 
     assert_equal_outputs(ours, theirs, torch.randn(1, 3, *ours.img_size, dtype=dtype))
 
@@ -86,11 +89,11 @@ def transformers_model(name: str) -> tuple[nn.Module, Any]:
     ("swin_tiny", torch.float64), ("swinv2_tiny", torch.float64),
 ], ids=str)  # fmt: skip
 def test_equals_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    reference, convert = transformers_model(name)
+    with Uninitialised():
+        (reference, convert), ours = transformers_model(name), create_model(name).to(dtype).eval()
     reference = randomize(reference).to(dtype).eval()
     reference.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
-    ours = create_model(name).to(dtype).eval()
     ours.load_state_dict(convert.from_transformers(reference.state_dict()), strict=True)
     ours.load_state_dict(convert.from_transformers(state), strict=True)
     back = convert.to_transformers(ours.state_dict())
