@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import shiftvit
+from common.evaluation.battery import metrics_of
+from common.evaluation.plots import read_log
 from common.evaluation.tables import format_table
 from common.training.recipe import BaseRecipe
 from cvt import recipes as cvt
@@ -23,6 +25,25 @@ TABLES = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet": "imagenet"
 SMALL = "cifar10_mini"
 ABLATION = ("cifar10_modules", "cifar10_no_token", "cifar10_no_window", "cifar10_no_merge")
 SCENES = {name: recipe for name, recipe in segmentation.RECIPES.items() if recipe.target}
+FIGURE = "cifar10.png"
+SENSITIVITY = {"swin_tiny": (92.00, 89.65, 88.93, 88.13), "swinv2_tiny": (92.13, 90.43, 89.67, 88.75),
+               "cvt_13": (88.99, 87.42, 86.96, 86.84), "mvitv2_tiny": (91.49, 90.57, 90.46, 90.22)}  # fmt: skip
+SENSITIVITY |= {f"a_{name}": (100.0,) * 4 for name in SENSITIVITY}
+"""The paper's C-Cons for shifts up to a quarter, a half, three quarters and all of the side."""
+FLIPPED = {"swin_tiny": (50.41, 82.24), "a_swin_tiny": (52.07, 100.0)}
+"""The paper's top-1 and C-Cons of vertically flipped images."""
+ERASED = {"swin_tiny": (90.16, 81.75, 89.71, 81.42, 89.02, 80.40, 87.83, 79.58),
+          "a_swin_tiny": (93.27, 100.0, 92.71, 100.0, 91.57, 100.0, 90.30, 100.0)}  # fmt: skip
+"""The same of images with an erased patch of up to 28, 42, 56 and 70 of 224 px."""
+PRETRAINED = {"CvT-13": (90.12, 76.54), "+ adapt": (57.40, 100.0), "+ adapt, 10 epochs": (91.72, 100.0),
+              "+ adapt, 20 epochs": (92.35, 100.0), "A-CvT-13": (93.87, 100.0)}  # fmt: skip
+"""The paper's top-1 and C-Cons of a trained model that is made adaptive."""
+STUDY = {"default": "Swin", "augmented": "Swin, trained on circular shifts", "antialiased": "Swin, blurred at strides",
+         "averaged_4": "Swin, averaged over 4 shifts", "averaged_16": "Swin, averaged over 16 shifts",
+         "canonical": "Swin behind the canonical anchor", "ours": "A-Swin, our score",
+         "paper": "A-Swin, the paper's score", "modules": "A-Swin, the paper's score, canonical anchor off",
+         "no_token": "- without A-token", "no_window": "- without A-WSA", "no_merge": "- without A-PMerge"}  # fmt: skip
+"""Rows of the study on digits: recipes ``digits_*`` of Swin, and ``evaluate.py --average_shifts``."""
 DIGITS = ("model", "top1", "c_cons", "s_cons", "epochs", "parameters", "train_seconds")
 
 
@@ -30,11 +51,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    text = render(ROOT / "results")
+    folder = ROOT / "results"
+    text = render(folder)
     target = ROOT / "RESULTS.md"
     if args.check and target.read_text() != text:
         raise SystemExit("RESULTS.md is out of date: run python scripts/results.py")
     target.write_text(text)
+    if not args.check:
+        draw(folder, folder / FIGURE)
 
 
 def render(folder: Path) -> str:
@@ -50,6 +74,18 @@ def render(folder: Path) -> str:
         "# Results", "",
         "Made by `python scripts/results.py` from the JSON of runs in `results/`. Percent; what was not run says so.",
         *(line for title, prefix in TABLES.items() for line in classification(title, prefix, runs)),
+        "", f"![Top-1, C-Cons and S-Cons by epoch, default and adaptive](results/{FIGURE})",
+        "", "## A trained model made adaptive", "",
+        "CvT-13 on CIFAR-10 (tab. supp_pretrained): the default model of the row above, made adaptive, then trained on",
+        "for 0, 10 and 20 epochs with our score; A-CvT-13 from scratch. Top-1, C-Cons.", "",
+        format_table(pretrained_rows(runs, folder)),
+        "", "## Other shifts, other images", "",
+        "What `scripts/battery.py` measures of a model trained on CIFAR-10 (tab. supp_sensitivity, supp_ood_patches,",
+        "supp_ood_flips, fig. rep_stability). Canonical anchor on / off, or on alone. Lengths are shares of the side.",
+        "The paper has two values for the C-Cons of CvT-13 under shifts of any length: 75.80 (tab. class_cifar) and",
+        "86.84 (tab. supp_sensitivity). Ours are 66 for all shifts and 79 for multiples of 8 px, which is a pixel of",
+        "CIFAR-10 after resizing. So the paper's second table may be about shifts by whole pixels of CIFAR-10.", "",
+        format_table(battery_rows([run for run in in_rows if "bits" in run])),
         "", "## Ablation", "",
         "The paper's modules on Swin-T, CIFAR-10, 30 epochs, canonical anchor off: top-1 and C-Cons by epoch, as the",
         "logs in `results/` have them. A run that ended before a measurement has none there.", "",
@@ -62,6 +98,14 @@ def render(folder: Path) -> str:
         "Micro models, 360 held-out digits, trained on one CPU thread.",
         "",
         format_table([{key: run.get(key) for key in DIGITS} for run in digits]),
+        "", "### Modules and peers", "",
+        "Swin micro, 45 epochs, mean and deviation over seeds: the paper's ablation, and other ways to the same end.",
+        "C-Cons with the canonical anchor on / off, or as the row says. A row is three minutes of one core and a seed:",
+        '`python scripts/side_by_side.py "swin/digits_modules --seed 0" swin/digits_ours ... --data digits --jobs 2`.',
+        "Without A-PMerge nothing is lost at this size: windows of 4 tokens that begin at their best place leave a",
+        "merging one phase of its 2. Digits stand in the middle: default models can learn that, adaptive ones cannot.",
+        "",
+        format_table(study_rows(folder)),
         "", "## Segmentation", "",
         "UperNet from scratch: held-out digit scenes, CamVid's 233 test scenes; one recipe for all models of a set and",
         "size (tiny models on one H200, 450 steps of 16; micro models on a CPU, 700 steps of 8).",
@@ -74,12 +118,15 @@ def render(folder: Path) -> str:
         "Images whose logits are bit-identical, and whose label is the same, at their place and at two random shifts",
         "(`scripts/exactness.py`, random weights for full-size models).", "",
         format_table(exact), "",
+        "The same of models trained on CIFAR-10, the canonical anchor on and off.", "",
+        format_table([{"model": run["model"], "device": run["device"], **row} for run in in_rows
+                      for row in run.get("bits", ())]), "",
     ])  # fmt: skip
 
 
 CIFAR = [
-    "The paper has five seeds of 100 epochs. Ours are as many seeds and epochs as the columns say, at the paper's",
-    "batch of 96, on CIFAR-10 stored as JPEG of quality 75 with colours at half the resolution: our images have",
+    "The paper has five seeds of 100 epochs. Ours are as many runs, all of seed 0, and epochs as the columns say, at",
+    "the paper's batch of 96. Our CIFAR-10 is stored as JPEG of quality 75 with colours at half the resolution, with",
     "less detail than the paper's; how much top-1 that costs was not measured. C-Cons with the canonical anchor on",
     "/ off, or on alone; `cifar10_modules` and `cifar10_no_*` have it off. `cifar10` has the paper's score",
     "(`energy`, all channels), `cifar10_ours` our default (`docs/scores.md`). `cifar10_canonical` has the canonical",
@@ -123,7 +170,90 @@ def paper_row(name: str, recipe: BaseRecipe, runs: list[dict[str, Any]]) -> dict
         ours = mean([run[metric] for run in runs if metric in run])
         row |= {f"{metric} paper": recipe.target.get(metric, "-"),
                 f"{metric} ours": f"{ours} / {mean(off)}" if off else ours}  # fmt: skip
-    return row | {"epochs": length(runs[0]) if runs else None, "seeds": len(runs) or None}
+    return row | {"epochs": length(runs[0]) if runs else None, "runs": len(runs) or None}
+
+
+def pretrained_rows(runs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    untrained = folder / "cvt_adapted_untrained.json"
+    names = ("cifar10_default", None, "cifar10_adapted_ours_10", "cifar10_adapted_ours", "cifar10_ours")
+    rows = []
+    for (title, paper), name in zip(PRETRAINED.items(), names, strict=True):
+        if name:
+            found = longest(runs, name, cvt.RECIPES[name])
+            found = [run for run in found if "bits" in run] or found  # the one whose weights were adapted
+        else:
+            found = [json.loads(untrained.read_text())] if untrained.exists() else []
+        values = [mean([run[metric] for run in found]) for metric in ("top1", "c_cons")]
+        rows.append({"model": title, "paper": "{:.2f}, {:.2f}".format(*paper),
+                     "ours": ", ".join(filter(None, values)) or None})  # fmt: skip
+    return rows
+
+
+def battery_rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per measure, a column per model and, where the paper has numbers of it, one of these."""
+    columns: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        name = run["model"]
+        paper: dict[str, float] = {}
+        for part, known in ((" shifts up to ", SENSITIVITY), (" flipped", FLIPPED), (" erased", ERASED)):
+            if name in known:
+                paper |= zip([title for title in measures(run) if part in title], known[name], strict=True)
+        values = {title: shown(run, metric) for title, metric in measures(run).items()}
+        for stage, row in enumerate(run["token_errors"], 1):
+            values[f"mean token error after stage {stage}, one pixel on"] = f"{100 * row['mean']:.2g}"
+        columns |= {f"{name}, {run['epochs']} epochs": values, f"{name} paper": paper}
+    titles = dict.fromkeys(title for values in columns.values() for title in values)
+    return [{"measure": title, **{name: values.get(title, "-") for name, values in columns.items()}}
+            for title in titles]  # fmt: skip
+
+
+def measures(run: dict[str, Any]) -> dict[str, str]:
+    """Metrics of the battery by titles that do not depend on the size of images."""
+    size = run["config"]["img_size"]
+    side = size if isinstance(size, int) else min(size)
+    shifts = [f"C-Cons, shifts up to {share}" for share in ("1/4", "1/2", "3/4", "1")]
+    kinds = [f"{kind}, a patch of up to {share} erased" for share in ("1/8", "3/16", "1/4", "5/16")
+             for kind in ("top-1", "C-Cons")]  # fmt: skip
+    return {
+        **dict(zip(shifts, metrics_of("magnitudes", side), strict=True)),
+        "C-Cons, multiples of 8 px": f"c_cons@{side - 1}/8",
+        "label kept at all shifts below 8 px": "c_cons_worst@8",
+        "top-1, flipped": "top1:flipped",
+        "C-Cons, flipped": "c_cons:flipped",
+        **dict(zip(kinds, metrics_of("erased", side), strict=True)),
+        "top-1, half a pixel on": "top1:half",
+        "label kept half a pixel on": "kept:half",
+    }
+
+
+def shown(run: dict[str, Any], metric: str) -> str:
+    found = [f"{part[metric]:.2f}" for part in (run, run.get("canonical_off", {})) if metric in part]
+    return " / ".join(found) or "-"
+
+
+def draw(folder: Path, target: Path) -> None:
+    """Default and adaptive models side by side, epoch by epoch, from the logs of the longest pairs."""
+    from matplotlib.figure import Figure
+
+    pairs = []
+    for name, recipes in PACKAGES.items():
+        logs = []
+        files = {path: json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}_cifar10_*ep_*.json"))}
+        for row in ("cifar10_default", "cifar10_ours"):
+            runs = longest(list(files.values()), row, recipes[row])
+            logs += [path.with_suffix(".jsonl") for path, run in files.items() if run in runs][:1]
+        pairs += [(name, logs)] if len(logs) == 2 else []
+    figure = Figure(figsize=(10, 3 * len(pairs)), layout="constrained")
+    for axes, (name, logs) in zip(figure.subplots(len(pairs), 3, squeeze=False, sharey="col"), pairs, strict=True):
+        for axis, metric, title in zip(axes, ("top1", "c_cons", "s_cons"), ("top-1", "C-Cons", "S-Cons"), strict=True):
+            for log, row, colour in zip(logs, ("cifar10_default", "cifar10_ours"), ("tab:red", "tab:green"),
+                                        strict=True):  # fmt: skip
+                points = [(line["epoch"], line[metric]) for line in read_log(log) if metric in line]
+                axis.plot(*zip(*points, strict=True), color=colour, marker=".", label=PACKAGES[name][row].model)
+            axis.set(title=title, xlabel="epoch", ylabel="%")
+            axis.grid(alpha=0.3)
+        axes[0].legend(frameon=False)
+    figure.savefig(target, dpi=110)
 
 
 def ablation_row(name: str, recipe: BaseRecipe, folder: Path) -> dict[str, Any]:
@@ -133,6 +263,19 @@ def ablation_row(name: str, recipe: BaseRecipe, folder: Path) -> dict[str, Any]:
     found = {line["epoch"]: f"{line['top1']:.2f}, {line['c_cons']:.2f}" for line in lines if "top1" in line}
     paper = f"{recipe.target['top1']:.2f}, {recipe.target['c_cons']:.2f}"
     return {"row": name, "10": found.get(10), "20": found.get(20), "30": found.get(30), "paper, 100": paper}
+
+
+def study_rows(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "modules_and_peers.json"
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    rows = []
+    for name, title in STUDY.items():
+        found = [run for run in runs if run["row"] == name]
+        top1, c_cons, off, s_cons = (mean([run[metric] for run in found if metric in run])
+                                     for metric in ("top1", "c_cons", "c_cons_off", "s_cons"))  # fmt: skip
+        rows.append({"model": title, "top1": top1, "c_cons": f"{c_cons} / {off}" if off else c_cons, "s_cons": s_cons,
+                     "seeds": len(found) or None})  # fmt: skip
+    return rows
 
 
 def length(run: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from common.evaluation.battery import FULL, battery, metrics_of
 from common.evaluation.evaluate import evaluate
 from common.evaluation.perturb import ShiftAverage, erased, half_pixel
 from common.evaluation.tokens import token_errors
+from swin.recipes import RECIPES
 
 
 def test_a_patch_of_each_image_is_erased_and_no_more() -> None:
@@ -147,6 +149,35 @@ def test_a_row_takes_its_longest_runs_and_says_how_long_they_were() -> None:
     runs = [run(15, 15, 70.0), run(80, 80, 86.0), run(80, 80, 88.0)]
     found = results["longest"](runs, "cifar10_default", recipe)
     row = results["paper_row"]("cifar10_default", recipe, found)
-    assert (row["top1 ours"], row["epochs"], row["seeds"]) == ("87.00 ± 1.41", "80", 2)
+    assert (row["top1 ours"], row["epochs"], row["runs"]) == ("87.00 ± 1.41", "80", 2)
     assert results["length"](run(20, 30, 0.0)) == "20 of 30"
     assert not results["longest"]([], "cifar10_default", recipe)
+
+
+def test_measures_stand_beside_the_papers() -> None:
+    """By shares of the side, as SwinV2's images are larger; what was not measured has a dash."""
+    results = runpy.run_path(str(ROOT / "scripts" / "results.py"))
+    errors = [{"stage": "stages.0", "mean": 0.25, "largest": 7.0}]
+    runs = [{"model": "swinv2_tiny", "epochs": 50, "config": {"img_size": 256}, "c_cons@64": 70.0,
+             "token_errors": errors},
+            {"model": "a_swin_tiny", "epochs": 80, "config": {"img_size": [224, 224]}, "c_cons@56": 100.0,
+             "canonical_off": {"c_cons@56": 99.9}, "top1:erased@28": 87.0, "token_errors": []}]  # fmt: skip
+    rows = {row.pop("measure"): row for row in results["battery_rows"](runs)}
+    assert list(rows["C-Cons, shifts up to 1/4"].values()) == ["70.00", 92.13, "100.00 / 99.90", 100.0]
+    assert list(rows["top-1, a patch of up to 1/8 erased"].values()) == ["-", "-", "87.00", 93.27]
+    assert list(rows["C-Cons, flipped"].values()) == ["-", "-", "-", 100.0]
+    assert list(rows["mean token error after stage 1, one pixel on"].values()) == ["25", "-", "-", "-"]
+
+
+def test_seeds_of_the_study_are_averaged(tmp_path: Path) -> None:
+    """A row without runs says so; what was measured with and without the canonical anchor has both."""
+    results = runpy.run_path(str(ROOT / "scripts" / "results.py"))
+    assert all(row["seeds"] is None for row in results["study_rows"](tmp_path))
+    runs = [{"row": "ours", "seed": seed, "top1": 95.0 + seed, "c_cons": 100.0, "c_cons_off": 99.0, "s_cons": 90.0}
+            for seed in (0, 2)]  # fmt: skip
+    (tmp_path / "modules_and_peers.json").write_text(json.dumps({"runs": runs}))
+    rows = {row.pop("model"): row for row in results["study_rows"](tmp_path)}
+    assert rows["A-Swin, our score"] == {"top1": "96.00 ± 1.41", "c_cons": "100.00 ± 0.00 / 99.00 ± 0.00",
+                                         "s_cons": "90.00 ± 0.00", "seeds": 2}  # fmt: skip
+    assert rows["Swin"]["top1"] is None
+    assert {f"digits_{name}" for name in results["STUDY"] if "averaged" not in name} <= RECIPES.keys()
