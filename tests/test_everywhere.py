@@ -1,4 +1,4 @@
-"""A convolution at every position: both of its forms must give what the strided convolution gives at each phase."""
+"""A convolution at every position: all of its forms must give what the strided convolution gives at each phase."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from common.ops.strided import Strided
 
 
 @pytest.mark.parametrize(("channels", "outputs", "side", "stride", "padding", "groups"), [
-    (3, 5, 4, 4, 0, 1), (3, 4, 7, 4, 3, 1), (16, 16, 3, 2, 1, 16),  # as convolutions
+    (3, 12, 4, 4, 0, 1), (3, 9, 7, 4, 2, 1), (16, 16, 3, 2, 1, 16),  # as convolutions
+    (3, 5, 4, 4, 0, 1), (3, 4, 7, 4, 3, 1), (1, 8, 3, 2, 1, 1),  # by windows
     (64, 4, 3, 2, 1, 1), (32, 4, 2, 2, 0, 1), (4, 4, 1, 1, 0, 1),  # by taps
 ])  # fmt: skip
 @torch.no_grad()

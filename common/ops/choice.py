@@ -119,6 +119,6 @@ def best_partition(square: Tensor, along: Tensor, weights: Tensor, window: tuple
     energy = v.square() if power == 2 else (v / v.amax((1, 2), keepdim=True)).pow(power)  # v is positive
     if not (one_high or one_wide):
         return best_offset(phase_scores(energy, window), origin, (height, width))
-    rows = x.sum(2) if one_high else energy.sum(2).view(len(x), -1, window[0]).sum(1)
-    columns = x.sum(1) if one_wide else energy.sum(1).view(len(x), -1, window[1]).sum(1)
+    rows = x.sum(2) if one_high else energy.sum(2).view(x.shape[0], -1, window[0]).sum(1)
+    columns = x.sum(1) if one_wide else energy.sum(1).view(x.shape[0], -1, window[1]).sum(1)
     return begin_beyond(torch.stack([rows.argmax(1), columns.argmax(1)], 1), origin, (height, width))

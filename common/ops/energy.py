@@ -67,7 +67,8 @@ def best_phase(x: Tensor, scores: Callable[[Tensor], Tensor], energy: Energy | N
 
     ``energy`` is the same for kernels, or None where they must not score: they do so in the precision of the model.
     """
-    x = x if origin is None else roll(x, origin, (1, 2), within=True)
+    if origin is not None:  # an image, which lies in memory channel by channel
+        x = roll(x.permute(0, 3, 1, 2), origin, within=True).permute(0, 2, 3, 1)
     return best_offset(scores(x), origin, (x.shape[1], x.shape[2]))
 
 

@@ -21,6 +21,8 @@ def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | N
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if weight.shape[1] == channels >= outputs * kh * kw:
         t = _by_taps(x, weight, conv.padding)
+    elif weight.shape[1] == channels < 16 and outputs <= 8 and not x.is_cuda:
+        t = _by_windows(x, weight, conv)
     else:
         x = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))
         if not x.is_cuda:  # with channels beside one another: a fifth to a half less time
@@ -38,3 +40,14 @@ def _by_taps(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
     y = y if y.dtype == torch.float64 else y.float()
     taps = [y[..., i, j, :].roll((ph - i, pw - j), (1, 2)) for i in range(kh) for j in range(kw)]
     return sum(taps[1:], taps[0]).permute(0, 3, 1, 2)
+
+
+def _by_windows(x: Tensor, weight: Tensor, conv: Strided) -> Tensor:
+    """For the few channels of an image and few outputs: windows as wide as all phases of a token, in one product with
+    the weights of each phase. On a CPU two to three times as fast as a convolution."""
+    (b, _, h, w), (kh, kw), (sh, sw), (ph, pw) = x.shape, *conv
+    rows, columns = kh + sh - 1, kw + sw - 1
+    phases = [F.pad(weight, (j, sw - 1 - j, i, sh - 1 - i)) for i in range(sh) for j in range(sw)]
+    x = circular_pad(x, (pw, columns - sw - pw, ph, rows - sh - ph)).unfold(2, rows, sh).unfold(3, columns, sw)
+    t = F.linear(x.permute(0, 2, 3, 1, 4, 5).flatten(3), torch.stack(phases).flatten(2).flatten(0, 1))
+    return t.view(b, h // sh, w // sw, sh, sw, -1).permute(0, 5, 1, 3, 2, 4).reshape(b, -1, h, w)

@@ -16,20 +16,17 @@ __all__ = ["circular_pad", "convolve", "reads_from_origin", "roll"]
 
 def _gather(x: Tensor, offset: Tensor, dims: tuple[int, int]) -> Tensor:
     """Read ``x`` at positions moved by ``offset`` in [0, side]: one indexed read, no wrap-around copies."""
-    rank = dims[1] + 1  # dimensions after the last rolled one are read whole
-    moved = {0: torch.arange(x.shape[0], device=x.device)[:, None]}
+    moved = []
     for d, o in zip(dims, offset.unbind(1), strict=True):
         i = torch.arange(x.shape[d], device=x.device) + o[:, None]
-        moved[d] = torch.where(i < x.shape[d], i, i - x.shape[d])  # B, side; cheaper than a remainder per element
-    if rank == x.ndim == dims[0] + 2:  # images: on a CPU a fifth of the time that an index for each dimension takes
-        place = moved[rank - 2][:, :, None] * x.shape[-1] + moved[rank - 1][:, None]
-        place = place.view(x.shape[0], *[1] * (rank - 3), -1).expand(*x.shape[:-2], -1)
+        moved.append(torch.where(i < x.shape[d], i, i - x.shape[d]))  # B, side; cheaper than a remainder
+    place = moved[0][:, :, None] * x.shape[dims[1]] + moved[1][:, None]  # B, H, W
+    if dims == (x.ndim - 2, x.ndim - 1):  # images
+        place = place.view(x.shape[0], *[1] * (x.ndim - 3), -1).expand(*x.shape[:-2], -1)
         return x.flatten(-2).gather(-1, place).unflatten(-1, x.shape[-2:])
-    index = []
-    for d in range(rank):
-        i = moved[d] if d in moved else torch.arange(x.shape[d], device=x.device)[None]
-        index.append(i.view([i.shape[0], *(-1 if k == d else 1 for k in range(1, rank))]))
-    return x[tuple(index)]
+    x = x.movedim(dims, (1, 2))  # tokens: what follows the sides is read whole
+    place = place + (x.shape[1] * x.shape[2] * torch.arange(x.shape[0], device=x.device))[:, None, None]
+    return x.flatten(0, 2).index_select(0, place.flatten()).view(x.shape).movedim((1, 2), dims)
 
 
 class _Roll(torch.autograd.Function):
