@@ -41,6 +41,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="run by test_interpreter.py, in a process of its own"))
 
 
+def patch_once_a_launch() -> None:
+    """Triton's interpreter replaces its language when a kernel is launched, and again for every function that the
+    kernel calls: a third of its time. What is replaced already is left alone."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch = getattr(interpreter, "_patch_lang", None)
+    if patch is None or not hasattr(interpreter, "_LangPatchScope"):  # another version
+        return
+
+    def patch_what_is_left(function: Any) -> Any:
+        used = [value for value in function.__globals__.values() if value is language or value is language.core]
+        replaced = used and all(module.static_print is print for module in used)
+        return interpreter._LangPatchScope() if replaced else patch(function)
+
+    interpreter._patch_lang = patch_what_is_left
+
+
+if kernels.INTERPRETED:
+    patch_once_a_launch()
+
+
 @pytest.fixture(autouse=True)
 def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """For an interpreter, which takes as long for a short program as for a long one: images are read, and weights of
