@@ -23,6 +23,10 @@ class Anchor(Fixed):
     all shifted copies are one array.
     """
 
+    def __init__(self, *, score: str = "signed", sketch: int = 0) -> None:
+        super().__init__(score=score, sketch=sketch)
+        self.scores_layer = self.score.needs_layer and type(self).scores is not Anchor.scores
+
     def on(self, grid: Grid, *layers: Any) -> Grid:
         grid = self.prepared(grid, *layers)
         origin = self.choose(grid.tokens, *layers, low_precision=grid.canonical, origin=grid.origin,
@@ -54,10 +58,6 @@ class Anchor(Fixed):
         gain = self.score.tie_break * (2.0 / x.shape[3]) ** 0.5
         return best_partition(square, along, self.window_weights, self.window(*layers), self.score.power, gain, origin,
                               prepared)  # fmt: skip
-
-    @property
-    def scores_layer(self) -> bool:
-        return self.score.needs_layer and type(self).scores is not Anchor.scores
 
     @property
     def reads(self) -> Tensor | None:
