@@ -196,8 +196,7 @@ def test_a_graph_traced_after_a_failure_has_the_torch_form(monkeypatch: pytest.M
         found.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
-    for module in (base, rule, kernels.rolling):
-        monkeypatch.setattr(module, "usable", lambda x: base.ENABLED)
+    monkeypatch.setattr(rule, "usable", lambda x: base.ENABLED)
     monkeypatch.setattr(rule, "_FAILED", {"roll"})
     x, offset = tokens(), offsets()
     y = torch.compile(lambda x: roll(x, offset, (1, 2)), fullgraph=True, backend=see)(x)
@@ -265,8 +264,8 @@ def test_where_kernels_were_tuned_nothing_is_rehearsed(monkeypatch: pytest.Monke
 
 def test_an_environment_variable_switches_kernels_off() -> None:
     command = (
-        "import torch; from common.kernels import base; from common.ops import roll; "
-        "base._launch = None; print(base.usable(torch.zeros(1)), "
+        "import torch; from common.kernels import base; from common.ops import dispatch, roll; "
+        "base._launch = None; print(dispatch.usable(torch.zeros(1)), "
         "roll(torch.arange(4.).view(1, 2, 2, 1), torch.tensor([[1, 0]]), (1, 2)).flatten().tolist())"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1", "SHIFT_VITS_KERNELS": "0", "SHIFT_VITS_STRICT": "1",

@@ -7,7 +7,7 @@ from conftest import interpreted
 from torch import nn
 
 from common import kernels
-from common.ops import add_norm, norm_ahead
+from common.ops import add_norm, dispatch, norm_ahead
 from common.shifts import roll
 
 
@@ -50,7 +50,7 @@ def test_what_is_normalised_is_the_sum_as_it_is_kept() -> None:
 
 def test_only_what_is_compiled_for_inference_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lost otherwise: parity with other libraries in float32, and gradients."""
-    monkeypatch.setattr(kernels.residual, "usable", lambda x: True)
+    monkeypatch.setattr(dispatch, "usable", lambda x: True)
     norm, x, update = nn.LayerNorm(8), torch.randn(4, 8), torch.randn(4, 8)
     total, normed = add_norm(x, update, norm)
     assert torch.equal(total, x + update)

@@ -1,7 +1,7 @@
 """Triton kernels for CUDA: what the compiler does not fuse. Each has a plain torch form, which is its reference."""
 
 from .activation import fits_gelu_kernel, gelu
-from .base import AVAILABLE, INTERPRETED, product_dtype, usable
+from .base import AVAILABLE, INTERPRETED, product_dtype
 from .canonical import canonical_offset, fits_canonical_kernel
 from .choices import best_phase, best_window, fits_window_scores, token_moments
 from .convolving import convolved, fits_convolved
@@ -85,6 +85,5 @@ __all__ = [
     "sketched",
     "token_energies",
     "token_moments",
-    "usable",
     "window_attention",
 ]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import AVAILABLE, launch, operator, usable
+from .base import AVAILABLE, launch, operator
 
 if AVAILABLE:
     import triton
@@ -26,7 +26,7 @@ def fits_gelu_kernel(x: Tensor) -> bool:
     """Whether ``gelu`` takes x: half precision, contiguous, in a graph that is compiled, and no gradient. Elsewhere one
     of torch's own is launched sooner."""
     half = x.dtype in (torch.bfloat16, torch.float16)
-    return half and usable(x) and torch.compiler.is_compiling() and not torch.is_grad_enabled() and x.is_contiguous()
+    return half and torch.compiler.is_compiling() and not torch.is_grad_enabled() and x.is_contiguous()
 
 
 def logistic_gelu(x: Tensor) -> Tensor:

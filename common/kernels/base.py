@@ -34,7 +34,6 @@ __all__ = [
     "pieces",
     "product_dtype",
     "report",
-    "usable",
 ]  # fmt: skip
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
@@ -68,16 +67,6 @@ def report(error: KernelError, operation: str) -> None:
     if error.kernel not in _REPORTED:
         _REPORTED.add(error.kernel)
         warnings.warn(f"{error} From now on {operation} runs in its torch form.", stacklevel=4)
-
-
-def usable(x: Tensor) -> bool:
-    """Whether kernels can run where ``x`` lies."""
-    return AVAILABLE and ENABLED and ((x.is_cuda and _modern(x)) or INTERPRETED)
-
-
-def _modern(x: Tensor) -> bool:
-    """Whether a card runs kernels: one without bfloat16 does where nothing is multiplied in it."""
-    return cards.runs(x) or (product_dtype(x) != torch.bfloat16 and cards.runs(x, bf16=False))
 
 
 def operator(name: str) -> Callable[[Launcher], Launcher]:

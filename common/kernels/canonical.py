@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .base import AVAILABLE, launch, next_power_of_2, operator, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator
 from .cards import first_tile
 from .pixels import is_packed, packed
 from .sketching import new_sketch
@@ -25,7 +25,7 @@ TILES = {"read": 1024, "read warps": 8, "choose warps": 8, "side": 256, "hash": 
 
 def fits_canonical_kernel(x: Tensor) -> bool:
     """Whether ``canonical_offset`` takes these images: floating point, at most 16 channels, of which a tile fits."""
-    few = usable(x) and x.is_floating_point() and 0 < x.shape[1] <= 16 and x.numel() > 0
+    few = x.is_floating_point() and 0 < x.shape[1] <= 16 and x.numel() > 0
     return few and _side(x) > 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import AVAILABLE, launch, next_power_of_2, operator, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator
 
 if AVAILABLE:
     import triton
@@ -29,7 +29,7 @@ def fits_window_scores(square: Tensor, window: tuple[int, int]) -> bool:
     tokens. Not a single row or column of windows."""
     (_, h, w), (down, across) = square.shape, window
     several, one = h > down and w > across and h // down <= 64, (h, w) == (down, across) and h * w <= 4096
-    return usable(square) and square.dtype == torch.float32 and (several or one)
+    return square.dtype == torch.float32 and (several or one)
 
 
 if AVAILABLE:

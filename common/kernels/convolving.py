@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, usable
+from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator
 from .cards import holds
 
 if AVAILABLE:
@@ -33,7 +33,7 @@ def fits_convolved(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool
     few = weight.shape[1] == x.shape[3] <= CHANNELS and x.shape[3] % 16 == 0
     few = few and len(weight) <= OUTPUTS and len(weight) % -(-len(weight) // BLOCK) == 0
     even = x.shape[1] % 2 == 0 and x.shape[2] % 2 == 0 and x.numel() > 0
-    if not (half and known and few and even and usable(x)) or not x.is_contiguous() or torch.is_grad_enabled():
+    if not (half and known and few and even) or not x.is_contiguous() or torch.is_grad_enabled():
         return False
     return holds(x, "_convolved", *convolved_memory(x.shape[3], len(weight)))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.library import register_autograd
 
-from .base import AVAILABLE, launch, operator, usable
+from .base import AVAILABLE, launch, operator
 
 if AVAILABLE:
     import triton
@@ -31,7 +31,7 @@ def fits_depthwise_kernel(x: Tensor, size: Sequence[int]) -> bool:
     """Whether a kernel of this size takes these: 3 x 3, at most float32, channels beside one another. Other strides are
     free, so that it reads a slice of the channels in place."""
     single = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return usable(x) and single and x.numel() > 0 and x.stride(3) == 1 and tuple(size) == (3, 3)
+    return single and x.numel() > 0 and x.stride(3) == 1 and tuple(size) == (3, 3)
 
 
 def fits_depthwise_norm(x: Tensor, convs: Sequence[nn.Conv2d], norms: Sequence[nn.BatchNorm2d]) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from .base import AVAILABLE, launch, next_power_of_2, operator, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator
 
 if AVAILABLE:
     import triton
@@ -21,7 +21,7 @@ def fits_merge_kernel(x: Tensor) -> bool:
     """Whether ``rolled_merge`` takes these tokens: even sides, at most float32, at most 2048 channels."""
     single = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     even = x.shape[1] % 2 == 0 and x.shape[2] % 2 == 0 and x.shape[3] <= 2048
-    return usable(x) and single and even and x.numel() > 0 and x.is_contiguous()
+    return single and even and x.numel() > 0 and x.is_contiguous()
 
 
 if AVAILABLE:

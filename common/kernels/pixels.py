@@ -5,7 +5,7 @@ it is (``packed``)."""
 import torch
 from torch import Tensor
 
-from .base import AVAILABLE, launch, next_power_of_2, operator, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator
 
 if AVAILABLE:
     import triton
@@ -21,7 +21,7 @@ PACKING = {"pixels": 1024, "num_warps": 4}
 def fits_image_windows(x: Tensor, size: int, stride: int) -> bool:
     """Whether ``image_windows`` takes these: a few channels, whole strides, no gradient for the image."""
     whole = x.shape[1] < 16 and x.shape[2] % stride == 0 and x.shape[3] % stride == 0 and size <= min(x.shape[2:])
-    return usable(x) and x.dtype != torch.float64 and whole and not (x.requires_grad and torch.is_grad_enabled())
+    return x.dtype != torch.float64 and whole and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def is_packed(x: Tensor) -> bool:

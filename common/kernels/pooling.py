@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, pieces, usable
+from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, pieces
 from .depthwise import fits_depthwise_kernel, split, vectors
 
 if AVAILABLE:
@@ -42,7 +42,7 @@ def fits_positioned(q: Tensor) -> bool:
     one, and no gradient."""
     half, d = q.dtype in (torch.bfloat16, torch.float16) or INTERPRETED, q.shape[3]
     known = 16 <= d // pieces(d) == next_power_of_2(d // pieces(d)) and d <= 128
-    return half and known and usable(q) and not torch.is_grad_enabled() and q.is_contiguous() and q.numel() > 0
+    return half and known and not torch.is_grad_enabled() and q.is_contiguous() and q.numel() > 0
 
 
 if AVAILABLE:

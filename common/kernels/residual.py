@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .base import AVAILABLE, launch, next_power_of_2, operator, pieces, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator, pieces
 
 if AVAILABLE:
     import triton
@@ -24,7 +24,7 @@ def fits_add_norm(x: Tensor, update: Tensor | None, gain: Tensor | None) -> bool
     update = x if update is None else update
     half = update.dtype in (torch.bfloat16, torch.float16) and x.dtype in (update.dtype, torch.float32)
     plain = half and gain is not None and not isinstance(gain, DTensor)
-    wanted = torch.compiler.is_compiling() and not torch.is_grad_enabled() and usable(x)
+    wanted = torch.compiler.is_compiling() and not torch.is_grad_enabled()
     return plain and wanted and x.is_contiguous() and update.is_contiguous() and 0 < x.shape[-1] <= 2048
 
 

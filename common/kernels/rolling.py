@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from .base import AVAILABLE, launch, next_power_of_2, operator, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator
 
 if AVAILABLE:
     import triton
@@ -27,7 +27,7 @@ def fits_roll_kernel(x: Tensor) -> bool:
     """Whether ``rolled`` takes these: tokens (B, H, W, C), at most float32, channels beside one another. Other strides
     are free."""
     single = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return usable(x) and single and x.ndim == 4 and x.numel() > 0 and x.stride(3) == 1
+    return single and x.ndim == 4 and x.numel() > 0 and x.stride(3) == 1
 
 
 if AVAILABLE:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .base import AVAILABLE, launch, next_power_of_2, operator, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator
 
 if AVAILABLE:
     import triton
@@ -44,7 +44,8 @@ def fits_sketch(projection: Tensor | None, *weights: Tensor) -> bool:
     if projection is None or projection.stride(1) != 1 or projection.shape[1] > 2048:
         return False
     single = all(t.dtype != torch.float64 and not isinstance(t, DTensor) for t in (projection, *weights))
-    return usable(weights[0]) and single and all(weight.is_contiguous() for weight in weights)
+    here = all(weight.device == projection.device for weight in weights)
+    return here and single and all(weight.is_contiguous() for weight in weights)
 
 
 def _new_taps(like: Tensor, r: int, channels: int, side: int, dtype: torch.dtype, paired: bool) -> Tensor:

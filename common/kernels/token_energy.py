@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .base import AVAILABLE, launch, next_power_of_2, operator, usable
+from .base import AVAILABLE, launch, next_power_of_2, operator
 
 if AVAILABLE:
     import triton
@@ -26,7 +26,7 @@ def fits_token_kernel(x: Tensor, shape: Sequence[int], stride: tuple[int, int]) 
     small = kh == kw in (2, 3) and stride in ((2, 2), (4, 4))
     fits = channels == x.shape[1] >= 16 and r in (4, 8, 16, 32, 64) and small
     whole = all(side % s == 0 for side, s in zip(x.shape[2:], stride, strict=True))
-    return usable(x) and x.dtype != torch.float64 and fits and whole
+    return x.dtype != torch.float64 and fits and whole
 
 
 def _strip(images: int, rows: int, stride: int) -> int:

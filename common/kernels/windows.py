@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator, usable
+from .base import AVAILABLE, INTERPRETED, launch, next_power_of_2, operator
 
 if AVAILABLE:
     import triton
@@ -25,7 +25,7 @@ def fits_window_kernel(qkv: Tensor, window: tuple[int, int]) -> bool:
     _, height, width, _, _, d = qkv.shape
     half = qkv.dtype in (torch.bfloat16, torch.float16) or INTERPRETED
     whole = height % window[0] == 0 and width % window[1] == 0
-    return usable(qkv) and half and whole and window[0] * window[1] <= 64 and d in (16, 32, 64)
+    return half and whole and window[0] * window[1] <= 64 and d in (16, 32, 64)
 
 
 if AVAILABLE:

@@ -5,8 +5,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from ..kernels import base, cards
+from ..kernels import cards
 from ..kernels.ahead import Launch, compile_all, recorded
+from .dispatch import usable
 
 __all__ = ["compile_kernels", "launches"]
 
@@ -33,7 +34,7 @@ def compile_kernels(model: nn.Module, shape: tuple[int, ...], training: bool, wo
     """Compile all that ``model`` launches for images of this shape, side by side, into Triton's cache: how many there
     are."""
     parameter = next(model.parameters())
-    if not base.usable(parameter):
+    if not usable(parameter):
         return 0
     found = launches(model, shape, training)
     compile_all(found, cards.card_of(parameter.device).capability, workers)

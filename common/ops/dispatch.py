@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import base, cards
-from ..kernels.base import KernelError, product_dtype, report, usable
+from ..kernels.base import KernelError, product_dtype, report
 
-__all__ = ["failed", "gradients", "op", "product_dtype", "reference", "rehearse", "watched"]
+__all__ = ["failed", "gradients", "op", "product_dtype", "reference", "rehearse", "usable", "watched"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,6 +58,16 @@ def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable
         return operation
 
     return decorate
+
+
+def usable(x: Tensor) -> bool:
+    """Whether kernels can run where ``x`` lies. What ``fits`` is asked for tensors that lie there alone."""
+    return base.AVAILABLE and base.ENABLED and ((x.is_cuda and _modern(x)) or base.INTERPRETED)
+
+
+def _modern(x: Tensor) -> bool:
+    """Whether a card runs kernels: one without bfloat16 does where nothing is multiplied in it."""
+    return cards.runs(x) or (product_dtype(x) != torch.bfloat16 and cards.runs(x, bf16=False))
 
 
 @torch.compiler.assume_constant_result  # what has failed stays so: graphs need not check it

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 from .choice import best_offset, moments
-from .dispatch import op
+from .dispatch import op, usable
 from .roll import roll
 from .strided import Strided
 from .weights import gathered
@@ -195,5 +195,5 @@ class ConvEnergy:
 def image_needs(x: Tensor, energy: ConvEnergy | None) -> tuple[torch.dtype | None, list[Tensor] | None]:
     """The type in which kernels want images (B, C, H, W) packed, and weights to combine, as those are read: None each
     where nothing is scored by them."""
-    packed = energy.packed_dtype(x) if energy is not None and kernels.usable(x) else None
+    packed = energy.packed_dtype(x) if energy is not None and usable(x) else None
     return packed, None if energy is None or packed is None else energy.sketch()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from .dispatch import op, product_dtype
+from .dispatch import op, product_dtype, usable
 from .energy import Scoring, best_of_tokens, combination, plain_taps
 from .strided import Strided
 from .weights import gathered, is_plain
@@ -71,7 +71,7 @@ class Mergings:
 
     def __init__(self, x: Tensor, mergings: Sequence[Merging], scoring: Scoring | None) -> None:
         self.mergings = mergings
-        self.given = prepare(x, mergings, scoring) if mergings and kernels.usable(x) else None
+        self.given = prepare(x, mergings, scoring) if mergings and usable(x) else None
         self.prepared: list[MergeWeights] | None = None
 
     def with_windows(self, square: Tensor, along: Tensor, weights: Tensor, window: tuple[int, int],

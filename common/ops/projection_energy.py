@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import kernels
-from .dispatch import product_dtype
+from .dispatch import product_dtype, usable
 from .energy import Scoring, Taps, best_of_tokens, combination
 from .residual import materialize
 from .strided import Strided
@@ -21,7 +21,7 @@ __all__ = ["DepthwiseEnergy", "PooledEnergy", "Pooling", "Poolings", "normed"]
 def normed(x: Tensor, norm: nn.LayerNorm) -> Tensor | None:
     """The norm of x as products read it, for an anchor and a block; None where only the block itself can take it: for a
     gradient, with sharded weights, or where no kernel reads it."""
-    if not kernels.usable(x) or torch.is_grad_enabled() or isinstance(norm.weight, DTensor):
+    if not usable(x) or torch.is_grad_enabled() or isinstance(norm.weight, DTensor):
         return None
     return materialize(norm(x).to(product_dtype(x)))
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from .dispatch import op, product_dtype
+from .dispatch import op, product_dtype, usable
 from .roll import roll
 from .weights import is_plain
 
@@ -46,4 +46,4 @@ def materialize(x: Tensor) -> Tensor:
     """x, for several kernels to read. A compiler that has put off the sum that x is would write it for each of them;
     what is asked for by its strides it writes once."""
     put_off = torch.compiler.is_compiling() and not torch.is_grad_enabled() and x.is_contiguous()
-    return x.as_strided(x.shape, x.stride()) if put_off and kernels.usable(x) else x
+    return x.as_strided(x.shape, x.stride()) if put_off and usable(x) else x

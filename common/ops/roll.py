@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from .dispatch import op
+from .dispatch import op, usable
 from .weights import is_plain
 
 __all__ = ["circular_pad", "convolve", "reads_from_origin", "roll"]
@@ -86,7 +86,7 @@ def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1), within: bo
 def reads_from_origin(x: Tensor, inference: bool = False) -> bool:
     """Whether the kernels that take tokens (B, H, W, C) read each sample from its own origin on, so that nothing has to
     be moved. ``inference``: they do so for no gradient."""
-    return kernels.usable(x) and not (inference and torch.is_grad_enabled())
+    return usable(x) and not (inference and torch.is_grad_enabled())
 
 
 class _CircularPad(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import kernels
-from .dispatch import op
+from .dispatch import op, usable
 
 __all__ = ["gathered", "is_plain", "kernel_weights", "normed_kernel_weights", "product"]
 
@@ -38,7 +38,7 @@ def normed_kernel_weights(convs: Sequence[nn.Conv2d], norms: Sequence[nn.BatchNo
     names = "weight", "bias", "running_mean", "running_var"
     learnt: list[list[Tensor]] = [[getattr(norm, name) for norm in norms] for name in names]
     weights, (gains, shifts, means, variances) = [conv.weight for conv in convs], learnt
-    if len(weights) == 3 and weights[0].shape[2:] == (3, 3) and kernels.usable(weights[0]):
+    if len(weights) == 3 and weights[0].shape[2:] == (3, 3) and usable(weights[0]):
         return kernels.normed_taps(weights, gains, shifts, means, variances, norms[0].eps)
     gain, shift, mean, variance = (torch.stack(tensors).float() for tensors in learnt)  # n, C
     scale = gain * torch.rsqrt(variance + norms[0].eps)
