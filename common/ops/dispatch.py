@@ -61,7 +61,7 @@ def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable
 
 
 def usable(x: Tensor) -> bool:
-    """Whether kernels can run where ``x`` lies. What ``fits`` is asked for tensors that lie there alone."""
+    """Whether kernels can run where ``x`` lies: only then is ``fits`` asked."""
     return base.AVAILABLE and base.ENABLED and ((x.is_cuda and _modern(x)) or base.INTERPRETED)
 
 
