@@ -16,7 +16,7 @@ from common.kernels import base, cards
 from common.kernels.ahead import compile_all, compile_for
 from common.kernels.cards import Card
 from common.ops import ahead as ahead_of_use
-from common.ops import reduce_patches
+from common.ops import dispatch, reduce_patches
 from common.ops.choice import moments
 from common.ops.energy import plain_taps
 
@@ -36,10 +36,10 @@ def _first_use(monkeypatch: pytest.MonkeyPatch) -> None:
 ])  # fmt: skip
 def test_old_cards_run_no_kernels_in_bfloat16(card: Card, bf16: bool, half: bool) -> None:
     with cards.assumed(card):
-        assert base._modern(torch.zeros(1, dtype=torch.bfloat16)) == bf16
-        assert base._modern(torch.zeros(1, dtype=torch.float16)) == half
+        assert dispatch._modern(torch.zeros(1, dtype=torch.bfloat16)) == bf16
+        assert dispatch._modern(torch.zeros(1, dtype=torch.float16)) == half
         with torch.autocast("cpu", torch.bfloat16):
-            assert base._modern(torch.zeros(1)) == bf16
+            assert dispatch._modern(torch.zeros(1)) == bf16
 
 
 def test_where_kernels_were_tuned_all_fit() -> None:
