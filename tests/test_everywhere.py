@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from common.anchors import ConvAnchor
 from common.ops.everywhere import at_every_position
 from common.ops.roll import roll
 from common.ops.strided import Strided
@@ -25,3 +26,14 @@ def test_every_phase_is_that_of_the_convolution(channels: int, outputs: int, sid
         for w in range(stride):
             moved = roll(x, torch.tensor([[h, w]] * 2))
             torch.testing.assert_close(t[:, :, h::stride, w::stride], conv(moved), rtol=1e-12, atol=1e-12)
+
+
+def test_sides_without_whole_phases() -> None:
+    """Every position has its output; but an anchor has nothing to choose from, and must say so."""
+    conv, x = nn.Conv2d(3, 4, 4, 4), torch.randn(2, 3, 6, 12)
+    with torch.no_grad():
+        t = at_every_position(x, conv.weight, Strided.of(conv))
+        moved = roll(x, torch.tensor([[5, 11]] * 2))  # the last position comes first
+        torch.testing.assert_close(t[:, :, 5, 11], nn.functional.conv2d(moved, conv.weight)[:, :, 0, 0])
+    with pytest.raises(ValueError, match="no whole phases"):
+        ConvAnchor(sketch=4).offset(x, conv)
