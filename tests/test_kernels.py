@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
+from torch.library import infer_schema
 
 from common import create_model, kernels
 from common.anchors import ConvAnchor, best_offset
@@ -26,6 +27,20 @@ from common.ops.strided import Strided
 if kernels.AVAILABLE:
     import triton
     from triton.backends.compiler import GPUTarget
+
+
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs Triton")
+def test_torch_can_read_the_signature_of_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 infers the schema again, of the function that it is given, though it is given the schema too."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(kernels.base, "triton_op", lambda name, **keys: lambda function: given.update(keys, f=function))
+    monkeypatch.setattr(kernels.base.torch.ops.shift_vits, "twice", SimpleNamespace(default=None), raising=False)
+
+    @kernels.base.operator("shift_vits::twice")
+    def twice(x: Tensor, times: int) -> Tensor:
+        return x * times
+
+    assert infer_schema(given["f"], mutates_args={}) == given["schema"] == "(Tensor x, SymInt times) -> Tensor"
 
 
 def test_a_kernel_is_compiled_once_for_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,9 @@ def operator(name: str) -> Callable[[Launcher], Launcher]:
 
     def register(function: Launcher) -> Launcher:
         schema = infer_schema(function, mutates_args={})
-        triton_op(name, mutates_args={}, schema=schema)(partial(function))  # torch would search its source, in vain
+        unread: Any = partial(function)  # torch would search a function's source for kernels, in vain
+        unread.__globals__ = function.__globals__  # torch 2.11 reads the signature again  # type: ignore[attr-defined]
+        triton_op(name, mutates_args={}, schema=schema)(unread)
         library, _, short = name.partition("::")
         known = getattr(getattr(torch.ops, library), short).default  # itself: less for a compiled graph to check
 
