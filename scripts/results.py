@@ -3,6 +3,8 @@
 import argparse
 import json
 import statistics
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ TABLES = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet": "imagenet"
 """By title: how the names of a table's recipes begin."""
 SMALL = "cifar10_mini"
 ABLATION = ("cifar10_modules", "cifar10_no_token", "cifar10_no_window", "cifar10_no_merge")
+PAIR = ("cifar10_default", "cifar10_ours")
 SCENES = {name: recipe for name, recipe in segmentation.RECIPES.items() if recipe.target}
 FIGURE = "cifar10.png"
 SENSITIVITY = {"swin_tiny": (92.00, 89.65, 88.93, 88.13), "swinv2_tiny": (92.13, 90.43, 89.67, 88.75),
@@ -75,6 +78,9 @@ def render(folder: Path) -> str:
         "Made by `python scripts/results.py` from the JSON of runs in `results/`. Percent; what was not run says so.",
         *(line for title, prefix in TABLES.items() for line in classification(title, prefix, runs)),
         "", f"![Top-1, C-Cons and S-Cons by epoch, default and adaptive](results/{FIGURE})",
+        "", "### When adaptive models catch up", "",
+        "They learn more slowly at first. Points of top-1 by which they lead after each fifth of the schedule:", "",
+        format_table([lead_row(*pair) for pair in logs_of_pairs(folder)]),
         "", "## A trained model made adaptive", "",
         "CvT-13 on CIFAR-10 (tab. supp_pretrained): the default model of the row above, made adaptive, then trained on",
         "for 0, 10 and 20 epochs with our score; A-CvT-13 from scratch. Top-1, C-Cons.", "",
@@ -84,15 +90,14 @@ def render(folder: Path) -> str:
         "supp_ood_flips, fig. rep_stability). Canonical anchor on / off, or on alone. Lengths are shares of the side.",
         "The paper has two values for the C-Cons of CvT-13 under shifts of any length: 75.80 (tab. class_cifar) and",
         "86.84 (tab. supp_sensitivity). Ours are 66 for all shifts and 79 for multiples of 8 px, which is a pixel of",
-        "CIFAR-10 after resizing. So the paper's second table may be about shifts by whole pixels of CIFAR-10.", "",
-        format_table(battery_rows([run for run in in_rows if "bits" in run])),
+        "CIFAR-10 after resizing. So the paper's second table may be about shifts by whole pixels of CIFAR-10.",
+        *batteries([run for run in in_rows if "bits" in run]),
         "", "## Ablation", "",
         "The paper's modules on Swin-T, CIFAR-10, 30 epochs, canonical anchor off: top-1 and C-Cons by epoch, as the",
         "logs in `results/` have them. A run that ended before a measurement has none there.", "",
         format_table([ablation_row(name, swin.RECIPES[name], folder) for name in ABLATION]),
         "", "## Other runs", "",
-        "On CIFAR-10 with other settings than a row has (see `docs/scores.md`), shorter, or of code that has changed.",
-        "",
+        "On CIFAR-10 with other settings than a row has (`docs/scores.md`), shorter, or of code that has changed.", "",
         format_table([other_row(run) for run in runs if run not in in_rows]),
         "", "## Digits", "",
         "Micro models, 360 held-out digits, trained on one CPU thread.",
@@ -189,6 +194,12 @@ def pretrained_rows(runs: list[dict[str, Any]], folder: Path) -> list[dict[str, 
     return rows
 
 
+def batteries(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """A table for each architecture."""
+    for _, group in groupby(runs, lambda run: run["model"].removeprefix("a_")):
+        yield from ("", format_table(battery_rows(list(group))))
+
+
 def battery_rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row per measure, a column per model and, where the paper has numbers of it, one of these."""
     columns: dict[str, dict[str, Any]] = {}
@@ -199,7 +210,7 @@ def battery_rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if name in known:
                 paper |= zip([title for title in measures(run) if part in title], known[name], strict=True)
         values = {title: shown(run, metric) for title, metric in measures(run).items()}
-        for stage, row in enumerate(run["token_errors"], 1):
+        for stage, row in enumerate(run.get("token_errors", []), 1):
             values[f"mean token error after stage {stage}, one pixel on"] = f"{100 * row['mean']:.2g}"
         columns |= {f"{name}, {run['epochs']} epochs": values, f"{name} paper": paper}
     titles = dict.fromkeys(title for values in columns.values() for title in values)
@@ -228,26 +239,39 @@ def measures(run: dict[str, Any]) -> dict[str, str]:
 
 def shown(run: dict[str, Any], metric: str) -> str:
     found = [f"{part[metric]:.2f}" for part in (run, run.get("canonical_off", {})) if metric in part]
-    return " / ".join(found) or "-"
+    return " / ".join(found) or "not run"
 
 
-def draw(folder: Path, target: Path) -> None:
-    """Default and adaptive models side by side, epoch by epoch, from the logs of the longest pairs."""
-    from matplotlib.figure import Figure
-
+def logs_of_pairs(folder: Path) -> list[tuple[str, list[Path]]]:
+    """The logs of the longest default and adaptive run of each architecture that has both."""
     pairs = []
     for name, recipes in PACKAGES.items():
         logs = []
         files = {path: json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}_cifar10_*ep_*.json"))}
-        for row in ("cifar10_default", "cifar10_ours"):
+        for row in PAIR:
             runs = longest(list(files.values()), row, recipes[row])
             logs += [path.with_suffix(".jsonl") for path, run in files.items() if run in runs][:1]
         pairs += [(name, logs)] if len(logs) == 2 else []
+    return pairs
+
+
+def lead_row(name: str, logs: list[Path]) -> dict[str, Any]:
+    default, adaptive = ({line["epoch"]: line["top1"] for line in read_log(log) if "top1" in line} for log in logs)
+    whole = max(default)
+    lead = {epoch: f"{adaptive[epoch] - top1:+.2f}" for epoch, top1 in default.items() if epoch in adaptive}
+    return {"model": PACKAGES[name][PAIR[1]].model, "epochs": str(whole),
+            **{f"{20 * part} %": lead.get(whole * part // 5) for part in range(1, 6)}}  # fmt: skip
+
+
+def draw(folder: Path, target: Path) -> None:
+    """Default and adaptive models side by side, epoch by epoch."""
+    from matplotlib.figure import Figure
+
+    pairs = logs_of_pairs(folder)
     figure = Figure(figsize=(10, 3 * len(pairs)), layout="constrained")
     for axes, (name, logs) in zip(figure.subplots(len(pairs), 3, squeeze=False, sharey="col"), pairs, strict=True):
         for axis, metric, title in zip(axes, ("top1", "c_cons", "s_cons"), ("top-1", "C-Cons", "S-Cons"), strict=True):
-            for log, row, colour in zip(logs, ("cifar10_default", "cifar10_ours"), ("tab:red", "tab:green"),
-                                        strict=True):  # fmt: skip
+            for log, row, colour in zip(logs, PAIR, ("tab:red", "tab:green"), strict=True):
                 points = [(line["epoch"], line[metric]) for line in read_log(log) if metric in line]
                 axis.plot(*zip(*points, strict=True), color=colour, marker=".", label=PACKAGES[name][row].model)
             axis.set(title=title, xlabel="epoch", ylabel="%")
