@@ -177,11 +177,12 @@ def _forget_graphs() -> Iterator[None]:
 
 
 class Uninitialised(TorchFunctionMode):
-    """Models without the random numbers that they begin with, which take most of the time to build them: for tests that
-    ``randomize`` them."""
+    """Models with zeros in place of the random numbers that they begin with, which take most of the time to build them:
+    for tests that ``randomize`` them. Torch draws numbers until all are in range, so memory as it comes would not do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func in (Tensor.uniform_, Tensor.normal_, Tensor.erfinv_) else func(*args, **kwargs or {})
+        drawn = func in (Tensor.uniform_, Tensor.normal_, Tensor.erfinv_)
+        return args[0].zero_() if drawn else func(*args, **kwargs or {})
 
 
 def randomize(model: M, seed: int = 0) -> M:
