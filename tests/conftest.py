@@ -178,7 +178,7 @@ def _forget_graphs() -> Iterator[None]:
 
 class Uninitialised(TorchFunctionMode):
     """Models with zeros in place of the random numbers that they begin with, which take most of the time to build them:
-    for tests that ``randomize`` them. Torch draws numbers until all are in range, so memory as it comes would not do."""
+    for tests that ``randomize`` them. Torch draws until all numbers are in range: memory as it comes would not do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         drawn = func in (Tensor.uniform_, Tensor.normal_, Tensor.erfinv_)

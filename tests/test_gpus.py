@@ -139,6 +139,32 @@ def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == written
 
 
+@pytest.mark.skipif(not kernels.AVAILABLE or kernels.INTERPRETED, reason="needs Triton's compiler")
+@pytest.mark.parametrize("training", [False, True])
+def test_the_first_kernel_to_be_compiled_brings_the_others(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
+    """In the midst of a pass: the model, its state and the random numbers to come stay as they are."""
+    monkeypatch.setattr(ahead_of_use, "_EXPECTED", set())
+    monkeypatch.setattr(base, "ON_COMPILING", None)
+    found: list[Any] = []
+    monkeypatch.setattr(ahead_of_use, "compile_all", lambda launches, capability: found.append(set(launches)))
+    model = create_model("a_swin_micro").train()
+    model.norm.eval()
+    x, half = torch.zeros(2, 3, 32, 32), torch.autocast("cpu", torch.bfloat16)
+    with anywhere(), torch.set_grad_enabled(training), half:
+        ahead_of_use.expect(model, x)
+        assert base.ON_COMPILING is not None
+        expected = set(ahead_of_use.launches(create_model("a_swin_micro"), tuple(x.shape), training))
+        numbers = torch.get_rng_state()
+        with torch.autocast("cpu", enabled=False):  # as a kernel may be launched
+            base.ON_COMPILING()
+        base.ON_COMPILING()
+    assert found == [expected]
+    assert len(expected) > 5
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert model.training
+    assert not model.norm.training
+
+
 HEAVY = "_choose", "_merged_product", "_token_scores"
 
 

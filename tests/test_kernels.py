@@ -64,7 +64,10 @@ def test_a_kernel_is_compiled_once_for_its_arguments(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as tensors here have no number of a device
     monkeypatch.setattr(kernels.base, "INTERPRETED", False)
     kernel, x = Kernel(), torch.zeros(64)
+    slow: list[int] = []
+    monkeypatch.setattr(kernels.base, "ON_COMPILING", lambda: slow.append(len(compiled)))
     kernels.base.launch(kernel, (2,), x, 5, WIDE=True, SIZE=3, num_warps=4)
+    assert not slow
     assert compiled == [((2,), (x, 5), {"WIDE": True, "SIZE": 3, "num_warps": 4})]
     kernels.base.launch(kernel, (3, 2), x[4:], 5, WIDE=True, SIZE=3, num_warps=4)
     assert len(compiled) == 1
@@ -76,6 +79,11 @@ def test_a_kernel_is_compiled_once_for_its_arguments(monkeypatch: pytest.MonkeyP
         kernels.base.launch(kernel, (2,), tensor, n, WIDE=True, SIZE=size, num_warps=warps)
         assert len(compiled) == others
     assert len(launched) == 1
+    monkeypatch.setattr(kernels.base, "LONG", 0.0)
+    for size in (20, 20, 21):
+        kernels.base.launch(kernel, (2,), x, 5, WIDE=True, SIZE=size, num_warps=4)
+    assert slow == [7]  # the first to take long, once
+    assert kernels.base.ON_COMPILING is None
 
 
 IMAGE = {"canonical_place": 1, "image_phases": 1, "image_tokens": 1}

@@ -4,6 +4,7 @@ other."""
 import importlib
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from tqdm.auto import tqdm
 from . import base
 
 __all__ = ["Launch", "compile_all", "compile_for", "recorded"]
+
+PATIENCE = 300.0  # seconds
 
 
 class Launch(NamedTuple):
@@ -72,15 +75,22 @@ def compile_for(launch: Launch, capability: int) -> int:
 
 def compile_all(launches: Iterable[Launch], capability: int, workers: int | None = None,
                 report: Callable[[Launch, BaseException], None] = lambda launch, error: None) -> None:  # fmt: skip
-    """Compile all these, as many at a time as there are processors. What fails is left to the launch itself, which says
-    so. A progress bar comes after five seconds."""
+    """Compile all these, as many at a time as there are processors for this process. What fails is left to the launch
+    itself, which says so. A progress bar comes after five seconds."""
     every = list(launches)
-    workers = min(workers or len(os.sched_getaffinity(0)), len(every))
-    if workers < 1:
+    mine = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # other processes compile, too
+    workers = min(workers or max(mine, 1), len(every))
+    if workers < 1 or multiprocessing.current_process().daemon:  # which may not start any
         return
     context = multiprocessing.get_context("fork")  # processes that compile use no GPU
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with warnings.catch_warnings(), ProcessPoolExecutor(workers, mp_context=context) as pool:
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         jobs = {pool.submit(compile_for, launch, capability): launch for launch in every}
-        for job in tqdm(as_completed(jobs), desc="compile kernels", total=len(jobs), delay=5.0, leave=False):
-            if (error := job.exception()) is not None:
-                report(jobs[job], error)
+        try:
+            done = as_completed(jobs, timeout=PATIENCE)
+            for job in tqdm(done, desc="compile kernels", total=len(jobs), delay=5.0, leave=False):
+                if (error := job.exception()) is not None:
+                    report(jobs[job], error)
+        except TimeoutError:  # a process that was forked while another thread held a lock may wait for ever
+            for process in list(pool._processes.values()):
+                process.kill()

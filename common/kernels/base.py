@@ -1,6 +1,7 @@
 """Where Triton kernels can run, how they are launched, and what is known of those that fail."""
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial, wraps
@@ -42,7 +43,9 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # products and sums fuse
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ENABLED = os.environ.get("SHIFT_VITS_KERNELS") != "0"  # False: the torch forms everywhere, to compare with
 PLAIN = {Tensor, nn.Parameter}  # tensors with data: nothing sharded, and no stand-in while a graph is recorded
-RECORD: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None  # takes launches instead of running them
+RECORD: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None  # takes the launches of stand-ins
+ON_COMPILING: Callable[[], None] | None = None  # called once a kernel took LONG to compile: others will, too
+LONG = 0.3  # seconds: one that Triton has in its cache takes a tenth
 _COMPILED: dict[tuple, tuple[Any, list]] = {}
 _REPORTED: set[str] = set()
 mark_graphs()
@@ -102,7 +105,7 @@ def _real(x: Any) -> bool:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run a kernel of these arguments, all but ``constants``, the first of them a tensor. What compilers and drivers
     raise is a ``KernelError`` then, which operations know how to meet."""
-    if RECORD is not None:
+    if RECORD is not None and not _real(args[0]):
         RECORD(kernel, args, constants)
         return
     if not INTERPRETED and not _real(args[0]):
@@ -118,6 +121,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Triton takes long to find out what it has compiled for these arguments, so that is remembered here."""
+    global ON_COMPILING
     if INTERPRETED:
         kernel[grid](*args, **constants)
         return
@@ -128,9 +132,12 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) ->
     like = [(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args]
     key = kernel.fn, device.index, *like, *constants.items()
     if key not in _COMPILED:
-        names = [parameter.name for parameter in kernel.params[len(args) :]]
+        names, begun = [parameter.name for parameter in kernel.params[len(args) :]], time.perf_counter()
         compiled = kernel[grid](*args, **constants)
         _COMPILED[key] = compiled, [constants[name] for name in names]
+        if ON_COMPILING is not None and time.perf_counter() - begun > LONG:
+            compile_others, ON_COMPILING = ON_COMPILING, None
+            compile_others()
         return
     compiled, others = _COMPILED[key]
     compiled[(*grid, 1, 1)[:3]](*args, *others)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..anchors import Anchor, Canonical, NoAnchor
 from ..grid import Grid
+from ..ops.ahead import expect
 from ..ops.dispatch import rehearse
 from ..ops.embed import embedded
 from ..ops.recompute import recompute
@@ -138,6 +139,7 @@ class Classifier(HubModel):
         check_images(x, self.in_chans)
         self.check_size((x.shape[2], x.shape[3]))
         rehearse(self, x)
+        expect(self, x)
         offset = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device)
         grid = Grid(x.permute(0, 2, 3, 1), offset, 1)
         if self.adaptive and self.canonical:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels import base, cards
 from ..kernels.base import KernelError, product_dtype, report
 
-__all__ = ["failed", "gradients", "op", "product_dtype", "reference", "rehearse", "usable", "watched"]
+__all__ = ["failed", "gradients", "op", "product_dtype", "reference", "rehearse", "traced", "usable", "watched"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,9 +48,9 @@ def op(*, kernel: Callable[P, T], fits: Callable[P, bool]) -> Callable[[Callable
             if not here and _WATCHER is None:
                 return plain(*args, **kwargs)
             if not (here and fits(*args, **kwargs) and _works(name)):
-                watch = None if _traced() or not base.ENABLED else _WATCHER
+                watch = None if traced() or not base.ENABLED else _WATCHER
                 return plain(*args, **kwargs) if watch is None else watch(name, None, plain, args, kwargs)
-            if _traced():
+            if traced():
                 return kernel(*args, **kwargs)
             return _attempt(name, kernel, plain, args, kwargs)
 
@@ -75,7 +75,7 @@ def _works(name: str) -> bool:
     return name not in _FAILED
 
 
-def _traced() -> bool:
+def traced() -> bool:
     """Whether a graph is recorded here, and not a rehearsal of it."""
     return torch.compiler.is_compiling() and not _rehearsing()
 
@@ -120,7 +120,7 @@ def _rehearse(name: str, kernel: Callable[..., Any], args: tuple[Any, ...], kwar
 def rehearse(model: Any, x: Tensor) -> None:
     """Where a graph is traced for a card that nobody has tuned on: run a model like it outside of the graph first, so
     that kernels which fail there do not get into the graph, where nothing could replace them."""
-    if _traced() and usable(x) and not cards.tuned(x):
+    if traced() and usable(x) and not cards.tuned(x):
         _run_like(type(model), model.config, x.dtype, x.device, torch.is_grad_enabled())
 
 
