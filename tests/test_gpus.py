@@ -140,8 +140,10 @@ def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.skipif(not kernels.AVAILABLE or kernels.INTERPRETED, reason="needs Triton's compiler")
-@pytest.mark.parametrize("training", [False, True])
-def test_the_first_kernel_to_be_compiled_brings_the_others(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float32])
+def test_the_first_kernel_to_be_compiled_brings_the_others(monkeypatch: pytest.MonkeyPatch, mode: Any,
+                                                           half: torch.dtype) -> None:  # fmt: skip
     """In the midst of a pass: the model, its state and the random numbers to come stay as they are."""
     monkeypatch.setattr(ahead_of_use, "_EXPECTED", set())
     monkeypatch.setattr(base, "ON_COMPILING", None)
@@ -149,11 +151,12 @@ def test_the_first_kernel_to_be_compiled_brings_the_others(monkeypatch: pytest.M
     monkeypatch.setattr(ahead_of_use, "compile_all", lambda launches, capability: found.append(set(launches)))
     model = create_model("a_swin_micro").train()
     model.norm.eval()
-    x, half = torch.zeros(2, 3, 32, 32), torch.autocast("cpu", torch.bfloat16)
-    with anywhere(), torch.set_grad_enabled(training), half:
+    x, like, training = torch.zeros(2, 3, 32, 32), create_model("a_swin_micro"), mode is torch.enable_grad
+    with anywhere(), torch.autocast("cpu", half, enabled=half != x.dtype):
+        expected = set(ahead_of_use.launches(like, tuple(x.shape), training))
+    with anywhere(), mode(), torch.autocast("cpu", half, enabled=half != x.dtype):
         ahead_of_use.expect(model, x)
         assert base.ON_COMPILING is not None
-        expected = set(ahead_of_use.launches(create_model("a_swin_micro"), tuple(x.shape), training))
         numbers = torch.get_rng_state()
         with torch.autocast("cpu", enabled=False):  # as a kernel may be launched
             base.ON_COMPILING()
