@@ -27,6 +27,7 @@ TABLES = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet": "imagenet"
 SMALL = "cifar10_mini"
 ABLATION = ("cifar10_modules", "cifar10_no_token", "cifar10_no_window", "cifar10_no_merge")
 PAIR = ("cifar10_default", "cifar10_ours")
+TITLES = {"top-1": "top1", "C-Cons": "c_cons", "S-Cons": "s_cons"}
 SCENES = {name: recipe for name, recipe in segmentation.RECIPES.items() if recipe.target}
 FIGURE = "cifar10.png"
 SENSITIVITY = {"swin_tiny": (92.00, 89.65, 88.93, 88.13), "swinv2_tiny": (92.13, 90.43, 89.67, 88.75),
@@ -170,7 +171,7 @@ def classification(title: str, prefix: str, runs: list[dict[str, Any]]) -> list[
 
 def paper_row(name: str, recipe: BaseRecipe, runs: list[dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {"row": name, "model": recipe.model}
-    for metric in ("top1", "c_cons", "s_cons"):
+    for metric in TITLES.values():
         off = [run["canonical_off"][metric] for run in runs if metric == "c_cons" and "canonical_off" in run]
         ours = mean([run[metric] for run in runs if metric in run])
         row |= {f"{metric} paper": recipe.target.get(metric, "-"),
@@ -209,7 +210,8 @@ def battery_rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for part, known in ((" shifts up to ", SENSITIVITY), (" flipped", FLIPPED), (" erased", ERASED)):
             if name in known:
                 paper |= zip([title for title in measures(run) if part in title], known[name], strict=True)
-        values = {title: shown(run, metric) for title, metric in measures(run).items()}
+        skipped = "averaged" if name.startswith("a_") else "nothing"  # an adaptive model has no use for it
+        values = {title: shown(run, metric) for title, metric in measures(run).items() if skipped not in metric}
         for stage, row in enumerate(run.get("token_errors", []), 1):
             values[f"mean token error after stage {stage}, one pixel on"] = f"{100 * row['mean']:.2g}"
         columns |= {f"{name}, {run['epochs']} epochs": values, f"{name} paper": paper}
@@ -223,18 +225,16 @@ def measures(run: dict[str, Any]) -> dict[str, str]:
     size = run["config"]["img_size"]
     side = size if isinstance(size, int) else min(size)
     shifts = [f"C-Cons, shifts up to {share}" for share in ("1/4", "1/2", "3/4", "1")]
+    averaged = {f"{title}, averaged over {n} shifts": f"{metric}:averaged@{n}" for n in (4, 16)
+                for title, metric in TITLES.items()}  # fmt: skip
     kinds = [f"{kind}, a patch of up to {share} erased" for share in ("1/8", "3/16", "1/4", "5/16")
              for kind in ("top-1", "C-Cons")]  # fmt: skip
-    return {
-        **dict(zip(shifts, metrics_of("magnitudes", side), strict=True)),
-        "C-Cons, multiples of 8 px": f"c_cons@{side - 1}/8",
-        "label kept at all shifts below 8 px": "c_cons_worst@8",
-        "top-1, flipped": "top1:flipped",
-        "C-Cons, flipped": "c_cons:flipped",
-        **dict(zip(kinds, metrics_of("erased", side), strict=True)),
-        "top-1, half a pixel on": "top1:half",
-        "label kept half a pixel on": "kept:half",
-    }
+    return {**dict(zip(shifts, metrics_of("magnitudes", side), strict=True)),
+            "C-Cons, multiples of 8 px": f"c_cons@{side - 1}/8",
+            "label kept at all shifts below 8 px": "c_cons_worst@8",
+            "top-1, flipped": "top1:flipped", "C-Cons, flipped": "c_cons:flipped",
+            **dict(zip(kinds, metrics_of("erased", side), strict=True)),
+            "top-1, half a pixel on": "top1:half", "label kept half a pixel on": "kept:half", **averaged}  # fmt: skip
 
 
 def shown(run: dict[str, Any], metric: str) -> str:
@@ -270,7 +270,7 @@ def draw(folder: Path, target: Path) -> None:
     pairs = logs_of_pairs(folder)
     figure = Figure(figsize=(10, 3 * len(pairs)), layout="constrained")
     for axes, (name, logs) in zip(figure.subplots(len(pairs), 3, squeeze=False, sharey="col"), pairs, strict=True):
-        for axis, metric, title in zip(axes, ("top1", "c_cons", "s_cons"), ("top-1", "C-Cons", "S-Cons"), strict=True):
+        for axis, (title, metric) in zip(axes, TITLES.items(), strict=True):
             for log, row, colour in zip(logs, PAIR, ("tab:red", "tab:green"), strict=True):
                 points = [(line["epoch"], line[metric]) for line in read_log(log) if metric in line]
                 axis.plot(*zip(*points, strict=True), color=colour, marker=".", label=PACKAGES[name][row].model)
@@ -319,8 +319,7 @@ def mean(values: list[float]) -> str | None:
 def other_row(run: dict[str, Any]) -> dict[str, Any]:
     settings = run["settings"]
     arguments = ", ".join(f"{key}={value}" for key, value in settings["model_args"].items()) or "-"
-    measured = {key: run.get(key) for key in ("top1", "c_cons", "s_cons")}
-    return {"model": run["model"], "arguments": arguments, **measured,
+    return {"model": run["model"], "arguments": arguments, **{key: run.get(key) for key in TITLES.values()},
             "epochs": run["epochs"], "batch": settings["batch_size"],
             "lr": f"{settings['lr'] * settings['batch_size'] / (settings['lr_batch'] or settings['batch_size']):.2g}",
             "mixup": settings.get("mixup", 0.0), "commit": run.get("commit", "-"),

@@ -86,6 +86,8 @@ def test_the_battery(tmp_path) -> None:  # type: ignore[no-untyped-def]
         found = battery(model, split, preprocess, parts=parts, exact_images=4, figure=tmp_path / f"{name}.png")
         assert all(metric in found for part in parts for metric in metrics_of(part, 32))
         assert ("canonical_off" in found) == model.adaptive
+        averaged = {f"{metric}:averaged@{shifts}" for metric in ("top1", "c_cons", "s_cons") for shifts in (4, 16)}
+        assert averaged & found.keys() == (set() if model.adaptive else averaged)
         assert [row["canonical"] for row in found["bits"]] == (
             [True, True, False, False] if model.adaptive else 2 * [False]
         )
@@ -155,7 +157,7 @@ def test_a_row_takes_its_longest_runs_and_says_how_long_they_were() -> None:
 
 
 def test_measures_stand_beside_the_papers() -> None:
-    """By shares of the side, as SwinV2's images are larger; what was not measured has a dash."""
+    """By shares of the side, as SwinV2's images are larger; what was not run says so; what cannot be has a dash."""
     results = runpy.run_path(str(ROOT / "scripts" / "results.py"))
     errors = [{"stage": "stages.0", "mean": 0.25, "largest": 7.0}]
     runs = [{"model": "swinv2_tiny", "epochs": 50, "config": {"img_size": 256}, "c_cons@64": 70.0,
@@ -164,8 +166,9 @@ def test_measures_stand_beside_the_papers() -> None:
              "canonical_off": {"c_cons@56": 99.9}, "top1:erased@28": 87.0, "token_errors": []}]  # fmt: skip
     rows = {row.pop("measure"): row for row in results["battery_rows"](runs)}
     assert list(rows["C-Cons, shifts up to 1/4"].values()) == ["70.00", 92.13, "100.00 / 99.90", 100.0]
-    assert list(rows["top-1, a patch of up to 1/8 erased"].values()) == ["-", "-", "87.00", 93.27]
-    assert list(rows["C-Cons, flipped"].values()) == ["-", "-", "-", 100.0]
+    assert list(rows["top-1, a patch of up to 1/8 erased"].values()) == ["not run", "-", "87.00", 93.27]
+    assert list(rows["C-Cons, flipped"].values()) == ["not run", "-", "not run", 100.0]
+    assert list(rows["C-Cons, averaged over 4 shifts"].values()) == ["not run", "-", "-", "-"]
     assert list(rows["mean token error after stage 1, one pixel on"].values()) == ["25", "-", "-", "-"]
 
 

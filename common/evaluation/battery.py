@@ -3,8 +3,9 @@
 What the paper defines: top-1, C-Cons, S-Cons, C-Cons by the magnitude of shifts (tab. supp_sensitivity), erased patches
 (tab. supp_ood_patches), vertical flips (tab. supp_ood_flips), token errors (fig. rep_stability). What is our choice:
 standard shifts reach an eighth of the side, as the paper does not say how far; erased pixels are zero after
-normalisation; the worst case over shifts below 8 px; half-pixel shifts; bits in four precisions. Consistency of an
-adaptive model is measured with the canonical anchor on and off: on, any network would be consistent.
+normalisation; the worst case over shifts below 8 px; half-pixel shifts; bits in four precisions; of a default model
+also what averaging over 4 and 16 shifts brings. Consistency of an adaptive model is measured with the canonical anchor
+on and off: on, any network would be consistent.
 """
 
 import json
@@ -27,6 +28,7 @@ from ..data.splits import Split
 from ..models.classifier import Classifier
 from .evaluate import evaluate, load_for_evaluation
 from .exactness import PRECISIONS, count_identical
+from .perturb import ShiftAverage
 from .tables import write_json
 from .tokens import plot_token_errors, token_errors
 
@@ -35,7 +37,8 @@ __all__ = ["FULL", "battery", "battery_of", "canonical_off", "circumstances"]
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 ERASED = (0.125, 0.1875, 0.25, 0.3125)  # of the side: 28, 42, 56 and 70 of 224 px
 SHORT = ("top1", "c_cons", "s_cons")
-FULL = ("plain", "bits", "magnitudes", "flipped", "half", "erased", "tokens", "worst")  # the longest last
+FULL = ("plain", "bits", "magnitudes", "flipped", "half", "erased", "tokens", "worst", "averaged")  # the longest last
+AVERAGED = (2, 4)  # shifts a side
 
 
 def metrics_of(part: str, side: int) -> list[str]:
@@ -55,13 +58,13 @@ def battery(model: Classifier, split: Split, preprocess: Preprocess, *, parts: t
     """Measure ``parts`` on ``split``. ``compiled`` is the model as ``torch.compile`` has it, for the long passes.
     ``report`` gets the results so far after every part: a run that is cut keeps what it has."""
     accelerator = accelerator or Accelerator()
-    run, begun, side = model if compiled is None else compiled, time.time(), min(model.img_size)
+    run, begun = model if compiled is None else compiled, time.time()
     common: Any = {"accelerator": accelerator, "batch_size": batch_size, "seed": seed, "crop": crop}
     results: dict[str, Any] = {"config": dict(model.config), "precision": accelerator.mixed_precision}
     switchable = model.adaptive and model.canonical
     images = first(split, exact_images, preprocess, accelerator.device)
     for part in parts:
-        if metrics := metrics_of(part, side):
+        if metrics := metrics_of(part, min(model.img_size)):
             results |= evaluate(run, split, preprocess, metrics, **common)
             kept = [metric for metric in metrics if metric.startswith("c_cons") or metric in SHORT]
             if switchable and kept:
@@ -74,6 +77,10 @@ def battery(model: Classifier, split: Split, preprocess: Preprocess, *, parts: t
             if switchable:
                 with canonical_off(model):
                     results["bits"] += [bits(model, images, preprocess, precision, batch_size) for precision in known]
+        elif part == "averaged" and not model.adaptive:
+            for side in AVERAGED:
+                averaged = evaluate(ShiftAverage(run, side), split, preprocess, list(SHORT), **common)
+                results |= {f"{metric}:averaged@{side**2}": averaged[metric] for metric in SHORT}
         elif part == "tokens":
             with canonical_off(model):
                 rows = token_errors(model, preprocess.evaluate(images[:8]))
