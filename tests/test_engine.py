@@ -230,10 +230,12 @@ def test_reproduce_and_evaluate_from_the_command_line(tmp_path: Path, call: Call
 @pytest.mark.slow
 def test_rows_of_imagenet_and_plugged_in_anchors_run(tmp_path: Path, call: Callable[..., None]) -> None:
     """RandAugment, mixup, cutmix and erasing together; and the row that starts from another row's weights."""
-    call("cvt/reproduce.py", "--scale", "smoke", "--rows", "imagenet_standard", "cifar10_default", "cifar10_adapted",
-         "--battery", "--output_dir", str(tmp_path))  # fmt: skip
+    smoke = "cvt/reproduce.py", "--scale", "smoke", "--output_dir", str(tmp_path), "--rows"
+    call(*smoke, "imagenet_standard", "cifar10_default", "cifar10_adapted")
     rows = json.loads((tmp_path / "smoke.json").read_text())
     assert [row["model"] for row in rows] == ["a_cvt_micro", "cvt_micro", "a_cvt_micro"]
+    call(*smoke, "cifar10_adapted", "--battery")  # of what is trained already
+    assert json.loads((tmp_path / "smoke.json").read_text()) == rows[2:]
     measured = json.loads((tmp_path / "smoke" / "a_cvt_micro_cifar10_adapted" / "battery.json").read_text())
     assert measured["recipe"] == "cifar10_adapted"
     assert measured["canonical_off"]["c_cons"] == measured["c_cons_worst@8"] == 100.0
