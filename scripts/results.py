@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import shiftvit
-from common.evaluation.battery import metrics_of
+from common.evaluation.battery import AVERAGED, metrics_of
 from common.evaluation.plots import read_log
 from common.evaluation.tables import format_table
 from common.training.recipe import BaseRecipe
@@ -225,7 +225,7 @@ def measures(run: dict[str, Any]) -> dict[str, str]:
     size = run["config"]["img_size"]
     side = size if isinstance(size, int) else min(size)
     shifts = [f"C-Cons, shifts up to {share}" for share in ("1/4", "1/2", "3/4", "1")]
-    averaged = {f"{title}, averaged over {n} shifts": f"{metric}:averaged@{n}" for n in (4, 16)
+    averaged = {f"{title}, averaged over {n**2} shifts": f"{metric}:averaged@{n**2}" for n in AVERAGED
                 for title, metric in TITLES.items()}  # fmt: skip
     kinds = [f"{kind}, a patch of up to {share} erased" for share in ("1/8", "3/16", "1/4", "5/16")
              for kind in ("top-1", "C-Cons")]  # fmt: skip

@@ -84,6 +84,11 @@ def test_a_kernel_is_compiled_once_for_its_arguments(monkeypatch: pytest.MonkeyP
         kernels.base.launch(kernel, (2,), x, 5, WIDE=True, SIZE=size, num_warps=4)
     assert slow == [7]  # the first to take long, once
     assert kernels.base.ON_COMPILING is None
+    monkeypatch.setattr(kernels.base, "_COMPILED", {})
+    monkeypatch.setattr(kernels.base, "ON_COMPILING", lambda: slow.append(len(compiled)))
+    for size in (30, 31):
+        kernels.base.launch(kernel, (2,), x, 5, WIDE=True, SIZE=size, num_warps=4)
+    assert slow == [7, 10]  # but not a process's first: with it Triton wakes up
 
 
 IMAGE = {"canonical_place": 1, "image_phases": 1, "image_tokens": 1}

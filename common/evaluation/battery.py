@@ -32,7 +32,7 @@ from .perturb import ShiftAverage
 from .tables import write_json
 from .tokens import plot_token_errors, token_errors
 
-__all__ = ["FULL", "battery", "battery_of", "canonical_off", "circumstances"]
+__all__ = ["AVERAGED", "FULL", "battery", "battery_of", "canonical_off", "circumstances"]
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 ERASED = (0.125, 0.1875, 0.25, 0.3125)  # of the side: 28, 42, 56 and 70 of 224 px
