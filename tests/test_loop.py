@@ -203,3 +203,13 @@ def test_a_compiled_run_leaves_a_loadable_model(monkeypatch: pytest.MonkeyPatch,
     again = evaluate(from_pretrained(tmp_path).eval(), load_data("digits")[1].head(64),
                      Preprocess.load(tmp_path / PREPROCESSOR_NAME), ["top1"], progress=False)  # fmt: skip
     assert again["top1"] == results["top1"]
+
+
+def test_a_warm_up_that_outlasts_the_training_is_told(tmp_path: Path, train_digits: Train,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """Recipes count warm-up in epochs, and ``--epochs`` leaves them: a peak that is never reached looks like a slow
+    model."""
+    for epochs, told in (("2", True), ("1", False)):
+        train_digits(tmp_path / epochs, "--warmup_epochs", epochs, "--steps", "5")
+        assert ("warm-up takes 8 steps, the training 5; shorten it with --warmup_epochs" in capsys.readouterr().out
+                ) is told  # fmt: skip

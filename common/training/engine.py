@@ -116,6 +116,9 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     lr += f" = {recipe.lr:g} x {recipe.batch_size}/{recipe.lr_batch}" if recipe.lr_batch else ""
     accelerator.print(f"{name}: {recipe.model}, {parameters:,} parameters; {images:,} images of {recipe.data}")
     accelerator.print(f"{total:,} steps of {recipe.batch_size} images, {steps_per_epoch:,} an epoch; {lr}")
+    if (warmup := _warmup(recipe, steps_per_epoch)) >= total > 1:
+        accelerator.print(f"the learning rate only rises: its warm-up takes {warmup:,} steps, the training {total:,}; "
+                          "shorten it with --warmup_epochs")  # fmt: skip
 
     def save() -> Path:
         guard.check(progress, written)
@@ -263,9 +266,14 @@ def _parameters(model: HubModel, recipe: BaseRecipe) -> list[dict[str, Any]]:
     return [{**group, "lr": lr * group.get("lr_scale", 1.0)} for group in groups if group["params"]]
 
 
+def _warmup(recipe: BaseRecipe, steps_per_epoch: int) -> int:
+    """Steps in which the learning rate rises."""
+    return recipe.warmup_steps or round(recipe.warmup_epochs * steps_per_epoch)
+
+
 def _schedule(recipe: BaseRecipe, steps_per_epoch: int, total: int) -> Any:
     """Linear warm-up, then a half cosine or a straight line down to ``min_lr``; as factors of the peak."""
-    warmup = recipe.warmup_steps or round(recipe.warmup_epochs * steps_per_epoch)
+    warmup = _warmup(recipe, steps_per_epoch)
     start, end = recipe.warmup_lr / recipe.lr, recipe.min_lr / recipe.lr
 
     def factor(step: int) -> float:
