@@ -92,7 +92,8 @@ def render(folder: Path) -> str:
         "The paper has two values for the C-Cons of CvT-13 under shifts of any length: 75.80 (tab. class_cifar) and",
         "86.84 (tab. supp_sensitivity). Ours are 66 for all shifts and 79 for multiples of 8 px, which is a pixel of",
         "CIFAR-10 after resizing. So the paper's second table may be about shifts by whole pixels of CIFAR-10.",
-        *batteries([run for run in in_rows if "bits" in run]),
+        *batteries([run for run in in_rows
+                    if "bits" in run and (run["recipe"] in PAIR or {*run} & {*measures(run).values()})]),
         "", "## Ablation", "",
         "The paper's modules on Swin-T, CIFAR-10, 30 epochs, canonical anchor off: top-1 and C-Cons by epoch, as the",
         "logs in `results/` have them. A run that ended before a measurement has none there.", "",
@@ -101,8 +102,7 @@ def render(folder: Path) -> str:
         "On CIFAR-10 with other settings than a row has (`docs/scores.md`), shorter, or of code that has changed.", "",
         format_table([other_row(run) for run in runs if run not in in_rows]),
         "", "## Digits", "",
-        "Micro models, 360 held-out digits, trained on one CPU thread.",
-        "",
+        "Micro models, 360 held-out digits, trained on one CPU thread.", "",
         format_table([{key: run.get(key) for key in DIGITS} for run in digits]),
         "", "### Modules and peers", "",
         "Swin micro, 45 epochs, mean and deviation over seeds: the paper's ablation, and other ways to the same end.",
@@ -125,7 +125,7 @@ def render(folder: Path) -> str:
         "(`scripts/exactness.py`, random weights for full-size models).", "",
         format_table(exact), "",
         "The same of models trained on CIFAR-10, the canonical anchor on and off.", "",
-        format_table([{"model": run["model"], "device": run["device"], **row} for run in in_rows
+        format_table([{"row": run["recipe"], "model": run["model"], "device": run["device"], **row} for run in in_rows
                       for row in run.get("bits", ())]), "",
     ])  # fmt: skip
 
@@ -205,16 +205,16 @@ def battery_rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row per measure, a column per model and, where the paper has numbers of it, one of these."""
     columns: dict[str, dict[str, Any]] = {}
     for run in runs:
-        name = run["model"]
-        paper: dict[str, float] = {}
+        name, paper, peer = run["model"], dict[str, float](), run["recipe"] not in PAIR
         for part, known in ((" shifts up to ", SENSITIVITY), (" flipped", FLIPPED), (" erased", ERASED)):
-            if name in known:
+            if name in known and not peer:
                 paper |= zip([title for title in measures(run) if part in title], known[name], strict=True)
         skipped = "averaged" if name.startswith("a_") else "nothing"  # an adaptive model has no use for it
         values = {title: shown(run, metric) for title, metric in measures(run).items() if skipped not in metric}
         for stage, row in enumerate(run.get("token_errors", []), 1):
             values[f"mean token error after stage {stage}, one pixel on"] = f"{100 * row['mean']:.2g}"
-        columns |= {f"{name}, {run['epochs']} epochs": values, f"{name} paper": paper}
+        label = f"{name}, {run['recipe']}" if peer else name
+        columns |= {f"{label}, {run['epochs']} epochs": values, **({} if peer else {f"{name} paper": paper})}
     titles = dict.fromkeys(title for values in columns.values() for title in values)
     return [{"measure": title, **{name: values.get(title, "-") for name, values in columns.items()}}
             for title in titles]  # fmt: skip

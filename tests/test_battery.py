@@ -160,16 +160,22 @@ def test_measures_stand_beside_the_papers() -> None:
     """By shares of the side, as SwinV2's images are larger; what was not run says so; what cannot be has a dash."""
     results = runpy.run_path(str(ROOT / "scripts" / "results.py"))
     errors = [{"stage": "stages.0", "mean": 0.25, "largest": 7.0}]
-    runs = [{"model": "swinv2_tiny", "epochs": 50, "config": {"img_size": 256}, "c_cons@64": 70.0,
-             "token_errors": errors},
-            {"model": "a_swin_tiny", "epochs": 80, "config": {"img_size": [224, 224]}, "c_cons@56": 100.0,
-             "canonical_off": {"c_cons@56": 99.9}, "top1:erased@28": 87.0, "token_errors": []}]  # fmt: skip
+    runs = [{"model": "swinv2_tiny", "recipe": "cifar10_default", "epochs": 50, "config": {"img_size": 256},
+             "c_cons@64": 70.0, "token_errors": errors},
+            {"model": "a_swin_tiny", "recipe": "cifar10_ours", "epochs": 80, "config": {"img_size": [224, 224]},
+             "c_cons@56": 100.0, "canonical_off": {"c_cons@56": 99.9}, "top1:erased@28": 87.0,
+             "token_errors": []}]  # fmt: skip
     rows = {row.pop("measure"): row for row in results["battery_rows"](runs)}
     assert list(rows["C-Cons, shifts up to 1/4"].values()) == ["70.00", 92.13, "100.00 / 99.90", 100.0]
     assert list(rows["top-1, a patch of up to 1/8 erased"].values()) == ["not run", "-", "87.00", 93.27]
     assert list(rows["C-Cons, flipped"].values()) == ["not run", "-", "not run", 100.0]
     assert list(rows["C-Cons, averaged over 4 shifts"].values()) == ["not run", "-", "-", "-"]
     assert list(rows["mean token error after stage 1, one pixel on"].values()) == ["25", "-", "-", "-"]
+    peer = {**runs[1], "recipe": "cifar10_canonical", "c_cons@56": 98.0}  # of a model by the same name
+    row = results["battery_rows"]([runs[1], peer])[0]
+    assert {*row} == {"measure", "a_swin_tiny, 80 epochs", "a_swin_tiny paper",
+                      "a_swin_tiny, cifar10_canonical, 80 epochs"}  # fmt: skip
+    assert row["a_swin_tiny, cifar10_canonical, 80 epochs"] == "98.00 / 99.90"
 
 
 def test_seeds_of_the_study_are_averaged(tmp_path: Path) -> None:
