@@ -203,7 +203,8 @@ def mergings() -> Iterator[Case]:
 
 def poolings() -> Iterator[Case]:
     for size, d, stride, circular, beside in (((4, 8), 96, 1, True, 16), ((6, 6), 32, 2, False, 0),
-                                              ((7, 5), 40, 2, False, 24), ((8, 8), 48, 4, True, 0)):  # fmt: skip
+                                              ((7, 5), 40, 2, False, 24), ((8, 36), 48, 4, True, 8),
+                                              ((5, 37), 40, 4, False, 0)):  # fmt: skip
         mode = "circular" if circular else "zeros"
         pools = [nn.Conv2d(d, d, 3, stride, 1, groups=d, bias=False, padding_mode=mode) for _ in range(3)]
         norms = [lively(nn.LayerNorm(d)) for _ in range(3)]

@@ -48,15 +48,39 @@ def fits_positioned(q: Tensor) -> bool:
 if AVAILABLE:
 
     @triton.jit
+    def _normed(left, middle, right, taps, gains, shifts, real, CHANNELS: tl.constexpr, PIECES: tl.constexpr,
+                EPS: tl.constexpr, T: tl.constexpr, C: tl.constexpr):  # fmt: skip
+        """Three columns by their taps, normalised: tensors (T, C), per piece of the channels."""
+        values, results, total = (), (), tl.zeros([T, C], tl.float32)
+        for n in tl.static_range(PIECES):
+            value = _sum(tl.zeros([T, C], tl.float32), left, middle, right, taps, 9 * n, n)
+            values, total = values + (value,), total + value  # type: ignore[assignment]  # noqa: RUF005
+        mean, square = (tl.sum(total, 1) / CHANNELS)[:, None], tl.zeros([T, C], tl.float32)
+        for n in tl.static_range(PIECES):
+            value = values[n] - mean
+            if PIECES == 1 and CHANNELS != C:
+                value = tl.where(real[None, :], value, 0.0)
+            square += value * value
+        scale = (1.0 / tl.sqrt(tl.sum(square, 1) / CHANNELS + EPS))[:, None]
+        for n in tl.static_range(PIECES):
+            value = (values[n] - mean) * scale * gains[n] + shifts[n]
+            results = results + (value,)  # type: ignore[assignment]  # noqa: RUF005
+        return results
+
+    @triton.jit
     def _pooled(x, weight, gain, shift, tail, origin, out, height, width, rows, columns, segments, count, stride_b,
-                stride_h, stride_w, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PIECES: tl.constexpr,
-                WIDTH: tl.constexpr, STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr,
-                SEGMENT: tl.constexpr, EPS: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
-                T: tl.constexpr):  # fmt: skip
-        """T strips of outputs of one head, whose channels are one piece of C, or three: 96 are three of 32."""
+                stride_h, stride_w, heads, CHANNELS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+                STRIDE: tl.constexpr, CIRCULAR: tl.constexpr, PLACED: tl.constexpr, SEGMENT: tl.constexpr,
+                EPS: tl.constexpr, C: tl.constexpr, E: tl.constexpr, T: tl.constexpr):  # fmt: skip
+        """T strips of outputs of one head, whose channels are one piece of C, or three: 96 are three of 32.
+
+        Outputs that share columns are made all at once: reads go ahead of what they are for, and as they are stored at
+        the end, no store holds one up. Beyond a stride of 2 they share none, and come one by one: the next one's
+        columns are read meanwhile, and the compiler has a seventh of the work.
+        """
         RAGGED: tl.constexpr = PIECES == 1 and CHANNELS != C
-        head, t, c = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS * T + tl.arange(0, T), tl.arange(0, C)
-        real = c < CHANNELS // PIECES
+        head, t, c = tl.program_id(0) % heads, tl.program_id(0) // heads * T + tl.arange(0, T), tl.arange(0, C)
+        real, e = c < CHANNELS // PIECES, tl.arange(0, E)
         image, h, w = _strip(tl.minimum(t, count - 1), rows, segments, SEGMENT)
         top, first = _start(origin, image, PLACED)
         tokens, there, z = _rows(x + head * CHANNELS, top, first, image, h, w, height, stride_b, stride_h, STRIDE,
@@ -66,42 +90,52 @@ if AVAILABLE:
             taps = taps + _taps(weight + n * C, c, real, 9, CHANNELS, RAGGED, T)
             gains = gains + _taps(gain + n * C, c, real, 1, CHANNELS, RAGGED, T)
             shifts = shifts + _taps(shift + n * C, c, real, 1, CHANNELS, RAGGED, T)
-        place = ((image * HEADS + head) * (rows * columns) + (h * columns + w)) * (CHANNELS + WIDTH)
+        place = ((image * heads + head) * (rows * columns) + (h * columns + w)) * (CHANNELS + WIDTH)
         left = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
         middle = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
-        results = ()
-        for _ in tl.static_range(SEGMENT * PIECES):
-            results = results + (tl.zeros([T, C], out.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
-        for _ in tl.range(SEGMENT, loop_unroll_factor=SEGMENT):  # stored at the end: no read overtakes a store
+        if STRIDE <= 2:
+            results = ()
+            for _ in tl.static_range(SEGMENT * PIECES):
+                results = results + (tl.zeros([T, C], out.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
+            for _ in tl.range(SEGMENT, loop_unroll_factor=SEGMENT):
+                right = _column(tokens, there, z + 2, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
+                values = _normed(left, middle, right, taps, gains, shifts, real, CHANNELS, PIECES, EPS, T, C)
+                for n in tl.static_range(PIECES):
+                    results = results[1:] + (values[n].to(out.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
+                z += STRIDE
+                left, middle = _next(middle, right, tokens, there, z, c, real, width, stride_w, STRIDE, CIRCULAR,
+                                     RAGGED, PIECES, C)  # fmt: skip
+            beside = ()
+            for s in tl.static_range(SEGMENT if WIDTH else 0):
+                value = _tail(tail, h * columns + w + s, w + s < columns, e, WIDTH).to(out.dtype.element_ty)
+                beside = beside + (value,)  # type: ignore[assignment]  # noqa: RUF005
+            for s in tl.static_range(SEGMENT):
+                keep, target = (t < count) & (w + s < columns), out + (place + s * (CHANNELS + WIDTH))[:, None]
+                for n in tl.static_range(PIECES):
+                    tl.store(target + (n * C + c)[None, :], results[s * PIECES + n], keep[:, None] & real[None, :])
+                if WIDTH:
+                    tl.store(target + (CHANNELS + e)[None, :], beside[s], keep[:, None] & (e < WIDTH)[None, :])
+        else:
             right = _column(tokens, there, z + 2, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
-            values, total = (), tl.zeros([T, C], tl.float32)
-            for n in tl.static_range(PIECES):
-                value = _sum(tl.zeros([T, C], tl.float32), left, middle, right, taps, 9 * n, n)
-                values, total = values + (value,), total + value  # type: ignore[assignment]  # noqa: RUF005
-            mean, square = (tl.sum(total, 1) / CHANNELS)[:, None], tl.zeros([T, C], tl.float32)
-            for n in tl.static_range(PIECES):
-                value = values[n] - mean
-                if RAGGED:
-                    value = tl.where(real[None, :], value, 0.0)
-                square += value * value
-            scale = (1.0 / tl.sqrt(tl.sum(square, 1) / CHANNELS + EPS))[:, None]
-            for n in tl.static_range(PIECES):
-                value = ((values[n] - mean) * scale * gains[n] + shifts[n]).to(out.dtype.element_ty)
-                results = results[1:] + (value,)  # type: ignore[assignment]  # noqa: RUF005
-            z += STRIDE
-            left, middle = _next(middle, right, tokens, there, z, c, real, width, stride_w, STRIDE, CIRCULAR, RAGGED,
-                                 PIECES, C)  # fmt: skip
-        beside, e = (), tl.arange(0, E)
-        for s in tl.static_range(SEGMENT if WIDTH else 0):
-            there, token = (w + s < columns)[:, None] & (e < WIDTH)[None, :], h * columns + w + s
-            value = tl.load(tail + (token * WIDTH)[:, None] + e[None, :], there, 0.0).to(out.dtype.element_ty)
-            beside = beside + (value,)  # type: ignore[assignment]  # noqa: RUF005
-        for s in tl.static_range(SEGMENT):
-            keep, target = ((t < count) & (w + s < columns))[:, None], out + (place + s * (CHANNELS + WIDTH))[:, None]
-            for n in tl.static_range(PIECES):
-                tl.store(target + (n * C + c)[None, :], results[s * PIECES + n], keep & real[None, :])
-            if WIDTH:
-                tl.store(target + (CHANNELS + e)[None, :], beside[s], keep & (e < WIDTH)[None, :])
+            for s in tl.range(SEGMENT):
+                z += STRIDE
+                after = _column(tokens, there, z, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
+                second = _column(tokens, there, z + 1, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
+                third = _column(tokens, there, z + 2, c, real, width, stride_w, CIRCULAR, RAGGED, PIECES, C)
+                keep, target = (t < count) & (w + s < columns), out + (place + s * (CHANNELS + WIDTH))[:, None]
+                if WIDTH:
+                    value = _tail(tail, h * columns + w + s, w + s < columns, e, WIDTH).to(out.dtype.element_ty)
+                    tl.store(target + (CHANNELS + e)[None, :], value, keep[:, None] & (e < WIDTH)[None, :])
+                values = _normed(left, middle, right, taps, gains, shifts, real, CHANNELS, PIECES, EPS, T, C)
+                for n in tl.static_range(PIECES):
+                    value = values[n].to(out.dtype.element_ty)
+                    tl.store(target + (n * C + c)[None, :], value, keep[:, None] & real[None, :])
+                left, middle, right = after, second, third
+
+    @triton.jit
+    def _tail(tail, token, there, e, WIDTH: tl.constexpr):
+        """What stands beside tokens: (T, E)."""
+        return tl.load(tail + (token * WIDTH)[:, None] + e[None, :], there[:, None] & (e < WIDTH)[None, :], 0.0)
 
     @triton.jit
     def _positioned(q, by_row, by_column, out, count, tokens, columns, CHANNELS: tl.constexpr, PIECES: tl.constexpr,
@@ -158,9 +192,9 @@ def pooled(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, eps: float, s
     count = b * rows * segments
     launch(_pooled, (-(-count // STRIPS) * heads,), x, weight, gain, shift, weight if tail is None else tail,
            weight if origin is None else origin, out, h, w, rows, columns, segments, count, *x.stride()[:3],
-           HEADS=heads, CHANNELS=d, PIECES=parts, WIDTH=width, STRIDE=stride, CIRCULAR=circular,
-           PLACED=origin is not None, SEGMENT=segment, EPS=eps, C=max(16, next_power_of_2(d // parts)),
-           E=max(2, next_power_of_2(width)), T=STRIPS, num_warps=4)  # fmt: skip
+           heads, CHANNELS=d, PIECES=parts, WIDTH=width, STRIDE=stride, CIRCULAR=circular, PLACED=origin is not None,
+           SEGMENT=segment, EPS=eps, C=max(16, next_power_of_2(d // parts)), E=max(2, next_power_of_2(width)),
+           T=STRIPS, num_warps=4)  # fmt: skip
     return out
 
 
