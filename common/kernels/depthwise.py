@@ -21,7 +21,7 @@ if AVAILABLE:
 __all__ = ["depthwise_kernel", "depthwise_norm_kernel", "fits_depthwise_kernel", "fits_depthwise_norm", "split",
            "vectors"]  # fmt: skip
 
-LONGEST = 14  # outputs of a strip; half of it if they are strided, and there is but one at a place
+LONGEST = 14  # outputs of a strip; half of it if they are strided, or there are more in a row
 CELLS = {1: 14, 2: 7, 4: 2}  # of a strip of a backward pass, by stride
 VECTOR = 2  # channels of a thread, there
 PROGRAMS = 1056  # of a backward pass: enough to fill a GPU, and each leaves one sum per weight
@@ -278,7 +278,7 @@ def _forward(x: Tensor, lead: Tensor | None, weights: Tensor, origin: Tensor | N
              circular: bool) -> None:  # fmt: skip
     b, h, w, channels = x.shape
     rows, columns, n = -(-h // stride), -(-w // stride), 0 if lead is None else lead.shape[1]
-    segment, segments = split(columns, LONGEST if stride == 1 or lead is not None else LONGEST // 2)
+    segment, segments = split(columns, LONGEST if stride == 1 and columns <= LONGEST else LONGEST // 2)
     block = next((n for n in (128, 64) if channels % n == 0), 32)
     tile = 128 * 4 // block  # a thread has four channels
     count, strides = b * rows * segments, (0, 0) if lead is None else lead.stride()[:2]
