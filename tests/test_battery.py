@@ -190,3 +190,17 @@ def test_seeds_of_the_study_are_averaged(tmp_path: Path) -> None:
                                          "s_cons": "90.00 ± 0.00", "seeds": 2}  # fmt: skip
     assert rows["Swin"]["top1"] is None
     assert {f"digits_{name}" for name in results["STUDY"] if "averaged" not in name} <= RECIPES.keys()
+
+
+def test_leads_are_those_of_trainings_as_long_as_the_defaults() -> None:
+    results = runpy.run_path(str(ROOT / "scripts" / "results.py"))
+
+    def log(*top1: float) -> list[dict[str, Any]]:
+        return [{"epoch": 10 * n, "top1": value} for n, value in enumerate(top1, 1)]
+
+    logs = {"cifar10_default": log(50, 60, 70, 75, 80), "cifar10_ours": log(45, 60, 71, 77, 80.5),
+            "cifar10_canonical": log(40, 50), "cifar10_augmented": [log(0, 0, 0, 0, 79)[-1]]}  # fmt: skip
+    ours, augmented = results["lead_rows"]("swin", logs)  # not of what was trained for 20 epochs of the 50
+    assert list(ours.values()) == ["cifar10_ours", "a_swin_tiny", "50", "-5.00", "+0.00", "+1.00", "+2.00", "+0.50"]
+    assert list(augmented.values())[:3] == ["cifar10_augmented", "swin_tiny", "50"]
+    assert (augmented["20 %"], augmented["100 %"]) == (None, "-1.00")
