@@ -1,5 +1,6 @@
 """Kernels of a model, compiled before its first images come."""
 
+import copy
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -22,26 +23,23 @@ _EXPECTED: set[tuple[Any, ...]] = set()  # models and shapes for which kernels w
 def launches(model: nn.Module, shape: tuple[int, ...], training: bool,
              device: torch.device | None = None) -> dict[Launch, int]:  # fmt: skip
     """What ``model`` launches outside of graphs for images of this shape, and how often, where it is or on another
-    ``device``. It runs on stand-ins for tensors: neither its weights nor its state change, and no image is needed."""
-    parameter, before = next(model.parameters()), model.training
+    ``device``. A copy of it runs on stand-ins for tensors, so it does not change, and no image is needed."""
+    parameter, copied = next(model.parameters()), _without_data(model)
     device = device or parameter.device
-    try:
-        model.train(training)
-        with recorded() as found, FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(training):
-            named = (*model.named_parameters(), *model.named_buffers())
-            state: dict[str, Tensor] = {name: _stand_in(mode.from_tensor(tensor), device) for name, tensor in named}
-            images = torch.empty(shape, dtype=parameter.dtype, device=device)
-            outputs = torch.func.functional_call(model, state, images)
-            if training:
-                sum(t.float().sum() for t in tree_leaves(outputs)).backward()
-    finally:
-        model.train(before)
+    with recorded() as found, FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(training):
+        images = torch.empty(shape, dtype=parameter.dtype, device=device)
+        outputs = copied.to_empty(device=device).train(training)(images)
+        if training:
+            sum(t.float().sum() for t in tree_leaves(outputs)).backward()
     return found
 
 
-def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor``, itself a stand-in, on a device: a leaf."""
-    return tensor if tensor.device == device else tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+def _without_data(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on the meta device."""
+    known: dict[int, Any] = {id(t): t.detach().to("meta") for t in model.buffers()}
+    for t in model.parameters():
+        known[id(t)] = nn.Parameter(t.detach().to("meta"), t.requires_grad)
+    return copy.deepcopy(model, known)
 
 
 def compile_kernels(model: nn.Module, shape: tuple[int, ...], training: bool, workers: int | None = None) -> int:
@@ -71,7 +69,7 @@ def _compile_like(build: Callable[..., nn.Module], config: dict[str, Any], shape
         return
     _EXPECTED.add(key)
     with suppress(Exception):  # it saves time, no more: what is not compiled here is when it is launched
-        with torch.random.fork_rng(devices=[]):
+        with torch.device("meta"):  # no weights are drawn
             model = build(**config).to(dtype)
         with torch.autocast(device.type, half, enabled=half != dtype):
             found = launches(model, shape, training, device)
