@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                         "file with one per line, or 'imagenet-1k'")  # fmt: skip
     parser.add_argument("--shift-report", "--shift_report", action="store_true", help="predict at shifts, too")
     parser.add_argument("--shifts", choices=MOVES, default="circular",
-                        help="what leaves comes back opposite, or is lost and zeros come in (%(default)s)")  # fmt: skip
+                        help="circular: pixels wrap around; standard: zeros come in (%(default)s)")  # fmt: skip
     parser.add_argument("--grid", type=int, default=8, help="shifts per axis (%(default)s)")
     parser.add_argument("--step", type=int, default=4, help="pixels of the model's input between them (%(default)s)")
     parser.add_argument("--plot", type=Path, default=Path("outputs/shift_report.png"), help="heat map (%(default)s)")

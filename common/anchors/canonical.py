@@ -14,13 +14,13 @@ Any o with o(roll(x, s)) = o(x) - s would do. This one, with fixed random kernel
     o       = the place with the largest s[h, w] - s[h, w - 1]                         as a rule there is one
               or, of several, the one with the largest sum_ij g[i, j] y[i - h] z[j - w]
 
-Whatever d and s are, this holds: they only save us the last line at all places. That is a hash, of 40 bits and more, of
-all that is seen from a place. So places tie where the torus looks the same from both, and hardly ever else; the first
-of these is taken, and all give one array. Steps, since what is flat, such as a border, has none: with d and s alone its
-rows and columns would often tie. An image such as a checkerboard has many best rows, and takes longer.
+This holds for any d and s, which only save us from computing the last line at every place. That line is a hash, of 40
+bits and more, of all that is seen from a place. So places tie where the torus looks the same from both, and hardly ever
+otherwise; the first is taken, and all give one array. We compare differences since flat parts, such as a border, have
+none: d and s alone would often tie there. An image such as a checkerboard has many best rows, and takes longer.
 
-What is read as one colour is not told apart: values that differ by less than 1/1024 or by a multiple of 256, and by
-accident one pair of colours in 2,039. An image that repeats but for such differences may come to rest at any repeat.
+Some colours cannot be told apart: values that differ by less than 1/1024 or by a multiple of 256, and by chance one
+pair of colours in 2,039. An image that is periodic but for such differences may be rolled to any of its repeats.
 
 It would make *any* network shift-invariant: so it is a switch (``canonical=``), off in every float64 test.
 """

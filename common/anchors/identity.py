@@ -1,4 +1,4 @@
-"""No anchor: a model without it is the default model, and one without one of several is the paper's ablation."""
+"""No anchor: where it replaces all anchors, the model is the default; where it replaces one, the paper's ablation."""
 
 from collections.abc import Sequence
 from typing import Any

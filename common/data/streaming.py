@@ -1,4 +1,4 @@
-"""Training data that are never wholly here: a dataset of the Hub (or a folder of parquet files), read as it comes.
+"""Streamed training data: a dataset of the Hub (or a folder of parquet files), read during training, never as a whole.
 
 Sharding over processes and workers and shuffling are those of the library ``datasets``.
 """

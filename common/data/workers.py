@@ -1,5 +1,5 @@
-"""Workers of a loader where a cluster ends a job: it sends SIGTERM to every process, but the run needs its workers
-until it has come to a checkpoint."""
+"""Workers of a loader that outlive SIGTERM: a cluster that ends a job sends it to every process, but the run needs its
+workers until it has written a checkpoint."""
 
 import os
 import signal

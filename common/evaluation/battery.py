@@ -107,7 +107,7 @@ def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = N
     split = load_data(data)[1].head(limit)
     model, preprocess = load_for_evaluation(str(source), len(split.classes), **(arguments or {}))
     if not isinstance(model, Classifier):
-        raise ValueError(f"{source} is none of our classifiers: the battery looks inside")
+        raise ValueError(f"{source} is not one of our classifiers: the battery needs their layers")
     model.eval().to(accelerator.device)
     trained = Path(source) / "results.json"
     known = json.loads(trained.read_text()) if trained.exists() else {"model": str(source)}

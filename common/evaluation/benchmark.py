@@ -1,7 +1,7 @@
 """Measure models side by side: speed, peak memory, parameters, FLOPs and kernels.
 
-Contenders run in rounds, each for a few steps per round and in alternating order, so that a clock that drifts or a
-neighbour on the machine meets all alike; a speed is the median over rounds, its spread the quartiles. A contender that
+Contenders run in rounds, each for a few steps per round and in alternating order, so that a drifting clock or another
+job on the machine affects all alike; a speed is the median over rounds, its spread the quartiles. A contender that
 fails is reported with its error; the others go on. ``contenders`` says how they are named.
 """
 

@@ -138,7 +138,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     names = getattr(model, "class_names", ())
     if names and names != split.classes:
         warnings.warn(f"the model's classes are {shown(names)}; those of the data are {shown(split.classes)}: labels "
-                      "count by their numbers", stacklevel=2)  # fmt: skip
+                      "are compared by number", stacklevel=2)  # fmt: skip
     model = ShiftAverage(model, args.average_shifts) if args.average_shifts > 1 else model
     model.eval().to(accelerator.device)
     measured = evaluate(model, split, preprocess, args.metrics, accelerator=accelerator, batch_size=args.batch_size,
@@ -175,7 +175,7 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
             preprocess = Preprocess(size=model.img_size)
     has = getattr(model, "num_classes", None)
     if has != classes:
-        raise ValueError(f"{source} tells {has} classes apart, the data have {classes}: fine-tune it on them, or "
+        raise ValueError(f"{source} has {has} classes, but the data have {classes}: fine-tune it on them, or "
                          "evaluate on its own data")  # fmt: skip
     return model, replace(preprocess, resize=resize) if resize else preprocess
 

@@ -1,5 +1,5 @@
-"""GELU in one pass that waits for memory alone: an error function is some forty instructions per number, and these are
-what a compiled model waits for a fifth of its time."""
+"""GELU in one memory-bound pass: an error function takes some forty instructions per number, and a compiled model
+spends a fifth of its time on them."""
 
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,5 @@
-"""What kernels have to know of a card. They were tuned on one with 227 KB of memory beside each processor; most cards
-have less, and a program that needs more than there is can not be launched."""
+"""What kernels have to know of a card. They were tuned on one with 227 KB of shared memory for a program; most cards
+have less, and a program that needs more than the card has cannot be launched."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,5 @@
-"""What is made of the weights of patch mergings, for anchors to score and for ``merged_product`` to multiply by; and in
-the same launch, where a compiled graph makes it in every forward, windows are chosen."""
+"""Prepare the weights of patch mergings, for anchors to score and for ``merged_product`` to multiply by. A compiled
+graph does this in every forward, in the launch that also chooses windows."""
 
 from math import prod
 from typing import Any, NamedTuple

@@ -1,5 +1,5 @@
-"""Tokens, what a layer adds to them, and the norm of the sum, in one pass; for inference. A compiler puts a sum off and
-reads all that has been added since in every pass that needs it."""
+"""Tokens, what a layer adds to them, and the norm of the sum, in one pass; for inference. A compiler defers a sum, and
+every pass that needs it reads all terms again."""
 
 import torch
 from torch import Tensor

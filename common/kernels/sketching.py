@@ -1,6 +1,6 @@
-"""What anchors make of weights: a few fixed combinations of their rows, as the kernels that score read them.
+"""Prepare weights for anchors: a few fixed combinations of their rows, laid out for the kernels that score.
 
-In a compiled graph weights are inputs like others, and all this is done in every forward: one launch each.
+In a compiled graph weights are ordinary inputs, so they are prepared in every forward: one launch each.
 
 - ``sketched``: of any weights and the bias that goes with them.
 - ``convolution_taps``: of those of a convolution.

@@ -1,13 +1,13 @@
-"""What a compiler asks of kernels.
+"""What the compiler asks about kernels.
 
-Which of its arguments a kernel writes to is answered once. To find out, torch lowers the kernel to Triton's
+We determine only once which of its arguments a kernel writes to. To find out, torch lowers the kernel to Triton's
 intermediate code: for every launch in a graph, and up to four times for each. Kernels with unrolled loops take a second
 every time, and a model launches the same ones block after block. What is found depends on the kernel, on the types of
 its tensors and on its other arguments alone, so it is kept by these. (torch is about to do so itself, see its pull
 request 193227.)
 
-torch keeps compiled graphs on disk, and knows our operators there by their names. What they do is added to the key:
-else a graph of today would run with the kernels of an earlier version.
+torch caches compiled graphs on disk, and its key has only the names of our operators. We add a hash of their source to
+the key: else a cached graph could run with the kernels of another version.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,8 @@
 
 Weights travel as safetensors only. Nothing is ever unpickled, every tensor must be there with its shape, and a config
 may only hold the arguments of the model's constructor, plain and within bounds, the names of its classes (``id2label``)
-and what timm reads (``architecture``, ``pretrained_cfg``). A model takes no memory before the
-header of its weights has shown that they are its own: what a repository can make us allocate is about its own size.
+and what timm reads (``architecture``, ``pretrained_cfg``). No memory is allocated for a model until the header of its
+weights has shown that they fit it: so a repository can make us allocate no more than about its own size.
 """
 
 import inspect

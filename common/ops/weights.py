@@ -1,7 +1,7 @@
-"""What is made of weights: gathered, combined, laid out for kernels.
+"""Prepare weights: gather, combine and lay them out for kernels.
 
-Nothing made of weights is cached. Optimizers, averages of weights, collectives and ``.data`` change weights without a
-trace, so a cache cannot know when it is stale; and a compiled graph makes all of it in passing.
+Prepared weights are never cached. Optimizers, averages of weights, collectives and ``.data`` change weights without a
+trace, so a cache cannot know when it is stale; and a compiled graph prepares weights as part of its forward.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Model cards, written from the JSON of runs: no measured number in them stands elsewhere."""
+"""Model cards, written from the JSON of runs: all measured numbers in them come from there."""
 
 import textwrap
 from collections.abc import Mapping, Sequence

@@ -127,7 +127,7 @@ def render() -> dict[Path, str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is not as it would be")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
     args = parser.parse_args(arguments)
     texts = render()
     old = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]

@@ -113,7 +113,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(state.get("identity"), dict) or not _is_count(processes) or not processes:
         raise ValueError(f"{path / PROGRESS_NAME} is nonsense: it must say whose it is and how many processes wrote it")
     if missing := [i for i in range(processes) if f"random_states_{i}.pkl" not in digests]:
-        raise ValueError(f"{path} has no random states of processes {missing[:5]}: it cannot go on as it would have")
+        raise ValueError(f"{path} has no random states of processes {missing[:5]}: it cannot resume exactly")
     return state
 
 

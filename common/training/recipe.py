@@ -37,8 +37,8 @@ class BaseRecipe:
     lr: float = 5e-4  # peak learning rate
     lr_batch: int = 512  # lr, warm-up and final lr are stated for this batch and scale with batch_size; 0: they do not
     schedule: Literal["cosine", "poly"] = "cosine"  # how the learning rate falls after warm-up
-    warmup_epochs: float = 20.0  # over which the learning rate rises
-    warmup_steps: int = 0  # of warm-up, if not by epochs
+    warmup_epochs: float = 20.0  # epochs over which the learning rate rises
+    warmup_steps: int = 0  # steps of warm-up, instead of warmup_epochs
     warmup_lr: float = 5e-7  # learning rate at the start
     min_lr: float = 5e-6  # learning rate at the end
     weight_decay: float = 0.05  # of matrices; biases, norms and what the model names are left out
@@ -47,10 +47,10 @@ class BaseRecipe:
     layer_decay: float = 1.0  # each layer's learning rate relative to the one after it
     # regularisation
     drop_path: float | None = None  # rate of stochastic depth; None: the model's own
-    ema_decay: float = 0.0  # of an exponential moving average of the weights; 0: none
+    ema_decay: float = 0.0  # decay of an exponential moving average of the weights; 0: no average
     # images
-    mean: tuple[float, float, float] = IMAGENET_MEAN  # of red, green and blue, which images are normalised by
-    std: tuple[float, float, float] = IMAGENET_STD  # and their standard deviation
+    mean: tuple[float, float, float] = IMAGENET_MEAN  # mean of red, green and blue, to normalise images
+    std: tuple[float, float, float] = IMAGENET_STD  # standard deviation of red, green and blue, to normalise images
     flip: bool = False  # random horizontal flips
     # evaluation
     metrics: tuple[str, ...] = ()  # what is measured, see evaluate.py --help
@@ -113,7 +113,7 @@ class RunOptions:
     eval_every: int = 0  # epochs between evaluations; 0: about ten in all
     eval_batch_size: int = 128  # images at once in evaluation, per process
     checkpointing_steps: int = 0  # optimizer steps between checkpoints; 0: none but on SIGTERM
-    checkpointing_minutes: float = 0.0  # or minutes
+    checkpointing_minutes: float = 0.0  # minutes between checkpoints; 0: not by time
     checkpoints_total_limit: int = 2  # checkpoints to keep
     max_skipped: int = 20  # steps in a row that the gradient scaler of fp16 may skip
     resume_from_checkpoint: str | None = None  # a checkpoint directory, or "latest"

@@ -58,7 +58,7 @@ class Task(ABC, Generic[R]):
 
 def warn_of_misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split, accelerator: Accelerator) -> None:
     if accelerator.is_main_process and (reason := misfit(recipe, size, split)):
-        warnings.warn(f"this recipe is for other images: {reason}. For photographs: --recipe photographs", stacklevel=3)
+        warnings.warn(f"images do not fit this recipe: {reason}. For photographs: --recipe photographs", stacklevel=3)
 
 
 def misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split) -> str:
