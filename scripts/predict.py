@@ -139,7 +139,7 @@ def load(source: str, classes: str | None, device: str) -> Predictor:
     stored = getattr(model, "class_names", ())
     names = read_classes(classes) if classes else list(stored or map(str, range(model.num_classes)))
     if len(names) != model.num_classes:
-        raise ValueError(f"{source} tells {model.num_classes} classes apart, but {classes} names {len(names)}: give "
+        raise ValueError(f"{source} has {model.num_classes} classes, but {classes} names {len(names)}: give "
                          "one name per class, in the order of its outputs")  # fmt: skip
     return Predictor(source, model.to(device), preprocess, names)
 

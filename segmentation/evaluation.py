@@ -168,7 +168,7 @@ def load_for_evaluation(source: str, classes: int) -> tuple[UperNet, ScenePrepro
     if not isinstance(model, UperNet):
         raise TypeError(f"{source} is a {type(model).__name__}, no segmenter: use its own folder's evaluate.py")
     if model.num_classes != classes:
-        raise ValueError(f"{source} tells {model.num_classes} classes apart, the data have {classes}: fine-tune it on "
+        raise ValueError(f"{source} has {model.num_classes} classes, but the data have {classes}: fine-tune it on "
                          "them, or evaluate on its own data")  # fmt: skip
     try:
         if not named:

@@ -163,7 +163,7 @@ def test_phase_scores_and_energy() -> None:
     assert scores.dtype == torch.float64  # near ties are decided by what float32 would round away
     assert best_offset(scores).tolist() == [[1, 1]]
     assert token_energy(torch.tensor([[3.0, 4.0]]).view(1, 2, 1, 1), "energy", 1).item() == 25
-    with pytest.raises(ValueError, match="no whole phases"):
+    with pytest.raises(ValueError, match="does not divide into phases"):
         phase_scores(energy, (3, 2))
 
 

@@ -111,11 +111,11 @@ def test_mistakes_end_a_training_in_one_line(flags: str, fails: Callable[..., li
 @pytest.mark.parametrize(("words", "message"), [
     ("segmentation/train.py --metrics top1", "train.py: error: unknown metric 'top1'"),
     ("cvt/reproduce.py --scale smoke --output_dir NULL", "reproduce.py: error: /dev/null/smoke/"),
-    ("swin/evaluate.py --model NULL --batch_size 0", "argument --batch_size: 0 is no whole number from 1 on"),
+    ("swin/evaluate.py --model NULL --batch_size 0", "argument --batch_size: 0 is not a positive whole number"),
     ("swin/evaluate.py --model a_swin_micro --metrics top2", "evaluate.py: error: unknown metric 'top2': choose among"),
     ("swin/evaluate.py --model timm:nonsense", "evaluate.py: error: timm:nonsense cannot be loaded"),
     ("scripts/predict.py --model owner/name NULL", "predict.py: error: "),  # an OSError that a library raises
-    ("scripts/exactness.py --device nonsense", "argument --device: nonsense is not to be had here"),
+    ("scripts/exactness.py --device nonsense", "argument --device: nonsense is not available here"),
     ("scripts/battery.py --model NULL --data NULL", "battery.py: error: no data folder /dev/null"),
     ("scripts/walk.py nonsense", "walk.py: error: unknown model 'nonsense'"),
     ("scripts/score_study.py --data NULL", "score_study.py: error: no data folder /dev/null"),

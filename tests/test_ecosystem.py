@@ -159,7 +159,7 @@ def test_what_cannot_be_adapted_is_refused_and_left_alone() -> None:
         "swin_tiny_patch4_window7_224", img_size=56, depths=(2, 2), num_heads=(3, 6), embed_dim=48
     )
     other = timm.create_model("swin_s3_tiny_224", num_classes=5)  # windows that differ from stage to stage
-    with pytest.raises(ValueError, match="computes something else|does not fit|size mismatch|options that ours lacks"):
+    with pytest.raises(ValueError, match="computes something diff|does not fit|size mismatch|options that ours lacks"):
         adapt(other)
     assert type(other).__module__.startswith("timm.")
     with pytest.raises(TypeError, match="before it is compiled or wrapped"):

@@ -35,5 +35,5 @@ def test_sides_without_whole_phases() -> None:
         t = at_every_position(x, conv.weight, Strided.of(conv))
         moved = roll(x, torch.tensor([[5, 11]] * 2))  # the last position comes first
         torch.testing.assert_close(t[:, :, 5, 11], nn.functional.conv2d(moved, conv.weight)[:, :, 0, 0])
-    with pytest.raises(ValueError, match="no whole phases"):
+    with pytest.raises(ValueError, match="does not divide into phases"):
         ConvAnchor(sketch=4).offset(x, conv)

@@ -52,7 +52,7 @@ def test_names_of_classes_are_stored(tmp_path: Path) -> None:
         assert from_pretrained(str(tmp_path), num_classes=2).class_names == ()
     loaded.reset_classifier(3)  # type: ignore[operator]
     assert loaded.class_names == ()
-    with pytest.raises(ValueError, match="tells 3 classes apart, but 2 are named"):
+    with pytest.raises(ValueError, match="has 3 classes, but 2 names are given"):
         model.name_classes(["cat", "dog"])
     with pytest.raises(ValueError, match="is no name of a class"):
         model.name_classes(["cat", "dog", "two\nlines"])

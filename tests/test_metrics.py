@@ -83,7 +83,7 @@ def test_s_cons_sees_the_border() -> None:
 def test_s_cons_with_a_crop_needs_the_margin() -> None:
     x = torch.randn(8, 1, 20, 20)
     assert 0 <= s_cons(by_brightest_column, x, crop=(16, 16)) <= 100
-    with pytest.raises(ValueError, match="leaves the margin"):
+    with pytest.raises(ValueError, match="exceeds the margin"):
         s_cons(by_brightest_column, x, crop=(16, 16), max_shift=3)
 
 

@@ -130,7 +130,7 @@ def test_wrong_requests_say_what_to_do(digit: Path, tmp_path: Path, capsys: pyte
     segmenter = ROOT / "segmentation/checkpoints/upernet_a_swin_micro"
     for arguments, message in (
         (["--model", segmenter], "use segmentation/evaluate.py --pictures"),
-        (["--model", ADAPTIVE, "--classes", tmp_path / "names"], "tells 10 classes apart, but .* names 2"),
+        (["--model", ADAPTIVE, "--classes", tmp_path / "names"], "has 10 classes, but .* names 2"),
         (["--model", ADAPTIVE, "--classes", tmp_path / "none"], "give a text file with one name per line"),
     ):
         with pytest.raises(ValueError, match=message):

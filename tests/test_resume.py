@@ -95,7 +95,7 @@ def test_none_whole_is_an_error_and_none_at_all_a_start(tmp_path: Path) -> None:
         ({"progress": {"step": "2"}}, "not a whole number from 0 on"),
         ({"progress": {"steps": 2}}, "not a whole number from 0 on"),
         ({"progress": None}, "progress is None"),
-        ({"identity": 3}, "whose it is"),
+        ({"identity": 3}, "must name its run"),
         ({"processes": 0}, "how many processes"),
         ({"processes": 2}, r"no random states of processes \[1\]"),
     ],
@@ -180,7 +180,7 @@ def test_a_place_that_no_run_comes_by_is_refused(used: Path, train_digits: Train
     state["progress"]["images"] += 16
     (path / "progress.json").write_text(json.dumps(state))
     write_manifest(path)
-    with pytest.raises(ValueError, match="images=48.* is no place in epochs of 4 steps of 16 images"):
+    with pytest.raises(ValueError, match="images=48.* is not a position in epochs of 4 steps of 16 images"):
         train_digits(used, "--resume_from_checkpoint", str(path))
     assert steps(used) == [1, 2, 3, 4]  # refused before anything is moved
 

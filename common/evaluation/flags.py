@@ -8,9 +8,9 @@ __all__ = ["count", "present_device"]
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on."""
+    """A positive whole number."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return int(text)
 
 
@@ -19,5 +19,5 @@ def present_device(text: str) -> str:
     try:
         torch.empty(1, device=text)
     except (AssertionError, RuntimeError) as error:  # torch without CUDA, no driver, no such card, no such word
-        raise argparse.ArgumentTypeError(f"{text} is not to be had here: {str(error).splitlines()[0]}") from error
+        raise argparse.ArgumentTypeError(f"{text} is not available here: {str(error).splitlines()[0]}") from error
     return text

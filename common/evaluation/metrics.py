@@ -143,7 +143,7 @@ def _room(images: Tensor, max_shift: int | None, crop: tuple[int, int] | None) -
     if max_shift is None:
         return room[0], room[1]
     if crop is not None and max_shift > min(room):
-        raise ValueError(f"a shift of {max_shift} leaves the margin of {min(room)} px between images of "
+        raise ValueError(f"a shift of {max_shift} px exceeds the margin of {min(room)} px between images of "
                          f"{tuple(sides)} and the crop {crop}: resize larger or shift less")  # fmt: skip
     return max_shift, max_shift
 

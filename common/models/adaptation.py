@@ -72,6 +72,6 @@ def _of_timm(model: nn.Module) -> tuple[type[HubModel], dict[str, Any]]:
         error = (default.eval()(image) - expected).norm() / expected.norm().clamp_min(1e-30)
     model.train(training)
     if not error < (1e-3 if like.dtype in (torch.float32, torch.float64) else 0.1):
-        raise ValueError(f"this {name} computes something else than our model of its size (relative difference "
+        raise ValueError(f"this {name} computes something different from our model of its size (relative difference "
                          f"{error:.2g}): built with an option that ours lacks, or not finite")  # fmt: skip
     return cls, config

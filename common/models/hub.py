@@ -84,7 +84,7 @@ class HubModel(nn.Module):
     def name_classes(self, names: Sequence[str]) -> None:
         """Set ``class_names``, which are saved with the model."""
         if len(names) != self.config["num_classes"]:
-            raise ValueError(f"the model tells {self.config['num_classes']} classes apart, but {len(names)} are named")
+            raise ValueError(f"the model has {self.config['num_classes']} classes, but {len(names)} names are given")
         self.class_names = check_names(names, "class_names")
 
     def timm_config(self) -> dict[str, Any]:

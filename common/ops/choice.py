@@ -37,7 +37,7 @@ def phase_scores(energy: Tensor, stride: tuple[int, int]) -> Tensor:
     batch, height, width = energy.shape
     (sh, sw) = stride
     if height % sh or width % sw:
-        raise ValueError(f"a grid of {(height, width)} has no whole phases at stride {stride}")
+        raise ValueError(f"a grid of {(height, width)} does not divide into phases of stride {stride}")
     return to_float64(energy).view(batch, height // sh, sh, width // sw, sw).sum((1, 3))
 
 

@@ -39,8 +39,8 @@ class Progress:
     def check(self, batch_size: int, steps_per_epoch: int) -> None:
         """Refuse a place that no run of such epochs comes by."""
         if self.images != (self.step - self.epoch * steps_per_epoch) * batch_size:
-            raise ValueError(f"{self} is no place in epochs of {steps_per_epoch} steps of {batch_size} images: take "
-                             "another checkpoint")  # fmt: skip
+            raise ValueError(f"{self} is not a position in epochs of {steps_per_epoch} steps of {batch_size} images: "
+                             "take another checkpoint")  # fmt: skip
 
 
 def save_checkpoint(accelerator: Accelerator, root: Path, progress: Progress, identity: dict[str, Any],
@@ -111,7 +111,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                          f"from 0 on for each of {', '.join(sorted(names))}")  # fmt: skip
     processes = state.get("processes")
     if not isinstance(state.get("identity"), dict) or not _is_count(processes) or not processes:
-        raise ValueError(f"{path / PROGRESS_NAME} is nonsense: it must say whose it is and how many processes wrote it")
+        raise ValueError(f"{path / PROGRESS_NAME} is invalid: it must name its run and how many processes wrote it")
     if missing := [i for i in range(processes) if f"random_states_{i}.pkl" not in digests]:
         raise ValueError(f"{path} has no random states of processes {missing[:5]}: it cannot resume exactly")
     return state

@@ -71,7 +71,7 @@ def _accelerator(options: RunOptions) -> Accelerator:
     )
     try:
         return Accelerator(**settings)
-    except ValueError as error:  # a precision, a tracker or a set of processes that is not to be had here
+    except ValueError as error:  # a precision, a tracker or a set of processes that is not available here
         raise ValueError(f"Accelerate cannot be set up: {error}") from error
 
 
