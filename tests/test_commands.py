@@ -114,6 +114,7 @@ def test_mistakes_end_a_training_in_one_line(flags: str, fails: Callable[..., li
     ("swin/evaluate.py --model NULL --batch_size 0", "argument --batch_size: 0 is not a positive whole number"),
     ("swin/evaluate.py --model a_swin_micro --metrics top2", "evaluate.py: error: unknown metric 'top2': choose among"),
     ("swin/evaluate.py --model timm:nonsense", "evaluate.py: error: timm:nonsense cannot be loaded"),
+    ("swin/evaluate.py --model swin/checkpoints/swin_micro --limit 4 --resize 16", "cannot be resized to 16 and then"),
     ("scripts/predict.py --model owner/name NULL", "predict.py: error: "),  # an OSError that a library raises
     ("scripts/exactness.py --device nonsense", "argument --device: nonsense is not available here"),
     ("scripts/battery.py --model NULL --data NULL", "battery.py: error: no data folder /dev/null"),

@@ -167,3 +167,17 @@ def test_masks_are_shifted_back_before_they_are_compared() -> None:
         assert massc(by_pixel, x, crop=(8, 12), seed=seed) == 100.0
     by_place = massc(lambda images: by_pixel(x[: len(images)]), x, max_shift=5)  # labels that stay where they are
     assert 20 < by_place < 80
+
+
+def test_a_metric_that_would_measure_something_else_is_refused() -> None:
+    """Each gave a number: S-Cons of images that cannot move is 100, labels of another shape are broadcast."""
+    x, y = torch.zeros(3, 3, 16, 16), torch.zeros(3, dtype=torch.long)
+    for images, crop in ((x, (16, 16)), (x, (15, 15)), (x[..., :7, :7], None)):
+        with pytest.raises(ValueError, match="leave no room to shift"):
+            s_cons(by_mean, images, crop=crop)
+    with pytest.raises(ValueError, match=r"labels have shape \(3, 1\) for 3 images"):
+        top1(by_mean, (x, y[:, None]))
+    assert top1(by_mean, [x, y]) == 100.0  # a batch as loaders give it
+    assert c_cons(by_mean, [x, x]) == 100.0  # two batches of images
+    with pytest.raises(ValueError, match="resized to 12 and then cropped to"):
+        Preprocess(size=(16, 16), resize=12)

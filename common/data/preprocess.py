@@ -50,6 +50,11 @@ class Preprocess:
 
     STORED = StoredInput._fields
 
+    def __post_init__(self) -> None:
+        if self.resize and self.resize < max(self.size):
+            raise ValueError(f"images cannot be resized to {self.resize} and then cropped to {self.size}: resize to "
+                             f"{max(self.size)} or more, or leave it out")  # fmt: skip
+
     @property
     def canvas_size(self) -> tuple[int, int]:
         """(height, width) that images are resized to, before the crop."""

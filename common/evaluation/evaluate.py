@@ -160,7 +160,7 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
     """A model by directory, Hub id, ``timm:NAME`` or name, and the preprocessing stored beside it (else ImageNet's)."""
     model: nn.Module
     if source.startswith("timm:"):
-        model, preprocess = from_timm(source.removeprefix("timm:"))
+        model, preprocess = from_timm(source.removeprefix("timm:"), **arguments)
     elif source in list_models():
         model = create_model(source, num_classes=classes, **arguments)
         found = embedded(source)
@@ -173,6 +173,8 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
             preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
         except (FileNotFoundError, EntryNotFoundError):
             preprocess = Preprocess(size=model.img_size)
+        if "img_size" in arguments:
+            preprocess = replace(preprocess, size=model.img_size, resize=None)
     has = getattr(model, "num_classes", None)
     if has != classes:
         raise ValueError(f"{source} has {has} classes, but the data have {classes}: fine-tune it on them, or "
@@ -180,15 +182,15 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
     return model, replace(preprocess, resize=resize) if resize else preprocess
 
 
-def from_timm(name: str) -> tuple[nn.Module, Preprocess]:
+def from_timm(name: str, **arguments: Any) -> tuple[nn.Module, Preprocess]:
     """timm's model with its pretrained weights (``local-dir:FOLDER`` for a folder) and its own preprocessing."""
     import timm
 
     try:
-        model = timm.create_model(name, pretrained=True)
-    except RuntimeError as error:  # an unknown name, or one without weights
+        model = timm.create_model(name, pretrained=True, **arguments)
+    except (RuntimeError, TypeError) as error:  # an unknown name or argument, or one without weights
         raise ValueError(f"timm:{name} cannot be loaded: {error}") from error
     config = timm.data.resolve_model_data_config(model)
     _, height, width = config["input_size"]
-    resize = None if config["crop_pct"] == 1 else round(height / config["crop_pct"])
+    resize = None if config["crop_pct"] == 1 else round(max(height, width) / config["crop_pct"])
     return model, Preprocess(size=(height, width), resize=resize, mean=config["mean"], std=config["std"])

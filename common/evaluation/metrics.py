@@ -28,7 +28,15 @@ Data = Tensor | tuple[Tensor, Tensor] | Iterable[Any]
 
 def top1(model: Model, data: Data) -> float:
     """Share of images whose highest logit is the label, in percent."""
-    return _percent(predict(model, images) == labels for images, labels, _ in _batches(data, needed_by="top1"))
+    return _percent(predict(model, images) == _one_each(labels, len(images))
+                    for images, labels, _ in _batches(data, needed_by="top1"))  # fmt: skip
+
+
+def _one_each(labels: Tensor, count: int) -> Tensor:
+    """``labels``, or a ValueError: others would be compared with every image, by broadcasting."""
+    if tuple(labels.shape) != (count,):
+        raise ValueError(f"labels have shape {tuple(labels.shape)} for {count} images: expected one class number each")
+    return labels
 
 
 def c_cons(model: Model, data: Data, *, max_shift: int | None = None, pairs: int = 1, seed: int = 0,
@@ -140,6 +148,10 @@ def _room(images: Tensor, max_shift: int | None, crop: tuple[int, int] | None) -
     """How far a standard shift may go, per axis."""
     sides = images.shape[-2:]
     room = [side // 8 if crop is None else (side - crop[axis]) // 2 for axis, side in enumerate(sides)]
+    if max_shift is None and min(room) < 1:
+        raise ValueError(f"images of {tuple(sides)} leave no room to shift"
+                         + (f" around the crop {crop}: resize larger" if crop else ": use images of 8 px or more, or "
+                            "give max_shift"))  # fmt: skip
     if max_shift is None:
         return room[0], room[1]
     if crop is not None and max_shift > min(room):
@@ -237,7 +249,8 @@ def _percent(outcomes: Iterable[Tensor]) -> float:
 
 def _batches(data: Data, needed_by: str = "") -> Iterator[tuple[Tensor, Any, Tensor]]:
     """(images, labels or None, running index) of each batch."""
-    is_pair = isinstance(data, tuple) and len(data) == 2 and data[0].ndim == 4 and data[1].ndim < 4  # else two batches
+    several = isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
+    is_pair = several and data[0].ndim == 4 and data[1].ndim < 4  # type: ignore[index]  # else two batches
     if isinstance(data, Tensor) or is_pair:
         data = [data]
     start = 0
