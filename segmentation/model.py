@@ -22,6 +22,7 @@ from common.models.registry import create_model, defaults, from_pretrained, list
 from swin import Swin
 
 from .decoder import ConvModule, FCNHead, Level, UperHead, Upsampling, resample, stretch
+from .preprocess import ScenePreprocess
 
 
 class UperNet(HubModel):
@@ -45,6 +46,7 @@ class UperNet(HubModel):
     """
 
     model_type = "upernet"
+    input_fields = ScenePreprocess
     last_layer = ("decode_head.classifier.", "auxiliary_head.classifier.")
 
     def __init__(self, *, backbone: str = "swin_tiny", backbone_args: Mapping[str, Any] | None = None,

@@ -16,6 +16,7 @@ from common import adapt, create_model, from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.splits import load_digits_data
 from common.evaluation.equivariance import assert_shift_equivariant, shift_error
+from common.evaluation.evaluate import load_for_evaluation
 
 SHIFTS = ((1, 0), (0, 3), (17, 5), (-31, 40))
 MICRO = list_models("a_*_micro")
@@ -188,3 +189,66 @@ def test_a_copy_of_a_model_keeps_its_preprocessing(tmp_path: Path) -> None:
     source = ROOT / "swin" / "checkpoints" / "a_swin_micro"
     from_pretrained(source).save_pretrained(tmp_path)
     assert Preprocess.load(tmp_path / PREPROCESSOR_NAME) == Preprocess.load(source / PREPROCESSOR_NAME)
+
+
+def test_what_belongs_to_a_model_survives_adapt(tmp_path: Path) -> None:
+    """How its images are prepared, what is frozen, hooks and their handles, recomputation, how its head pools."""
+    model, seen = from_pretrained(ROOT / "swin" / "checkpoints" / "swin_micro"), []
+    handle = model.layers[1].blocks[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    model.freeze(1)
+    model.set_grad_checkpointing()
+    model.reset_classifier(4, global_pool="max")
+    stored, x = model.stored_input, torch.randn(2, 3, 32, 32)
+    adapt(model).train()(x)
+    assert model.adaptive
+    assert model.stored_input == stored is not None
+    assert model.grad_checkpointing
+    assert model.head.global_pool.pool_type == "max"
+    assert {*model.frozen} >= {model.layers[0], model.patch_embed}
+    assert {*model.frozen} <= {*model.modules()}
+    assert not model.layers[0].training
+    assert model.layers[1].training
+    assert seen
+    handle.remove()
+    del seen[:]
+    model(x)
+    assert not seen
+    model.freeze(0)
+    assert all(p.requires_grad for p in model.parameters())
+    theirs: Any = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1), num_classes=3)
+    theirs.set_grad_checkpointing()
+    assert adapt(theirs).grad_checkpointing
+
+
+def test_timm_prepares_images_as_a_directory_says(tmp_path: Path) -> None:
+    """Also by the route that our own error names, and at another size; a head of other classes is told."""
+    source = str(ROOT / "swin" / "checkpoints" / "a_swin_micro")
+    model: Any = timm.create_model("a_swin_micro", pretrained=True, pretrained_cfg={"file": source})
+    assert resolve_model_data_config(model) == resolve_model_data_config(from_pretrained(source))
+    assert resolve_model_data_config(model)["std"] == (0.35, 0.35, 0.35)
+    for name, more in ((f"local-dir:{source}", {}), ("a_swin_micro", {"pretrained_cfg": {"file": source}})):
+        larger: Any = timm.create_model(name, pretrained=True, img_size=64, **more)
+        assert resolve_model_data_config(larger)["input_size"] == (3, *larger.img_size) == (3, 64, 64)
+    create_model("a_swin_micro", num_classes=3).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="belong to other classes"):
+        timm.create_model("a_swin_micro", pretrained=True, pretrained_cfg={"file": str(tmp_path)})
+
+
+def test_stages_that_there_are_not_are_refused() -> None:
+    model, x = create_model("swin_micro"), torch.zeros(1, 3, 32, 32)
+    for asked in (0, 3, [2], []):
+        with pytest.raises(ValueError, match="do not fit a model of 2 stages"):
+            model.forward_intermediates(x, asked)
+    with pytest.raises(ValueError, match="choose NCHW or NHWC"):
+        model.forward_intermediates(x, output_fmt="NLC")
+    assert len(model.forward_intermediates(x, 1, intermediates_only=True)) == 1
+
+
+def test_evaluation_hears_the_arguments_of_a_model() -> None:
+    source = str(ROOT / "swin" / "checkpoints" / "a_swin_micro")
+    model, preprocess = load_for_evaluation(source, 10, img_size=64)
+    assert preprocess.size == model.img_size == (64, 64)
+    assert preprocess.std == (0.35, 0.35, 0.35)
+    assert not load_for_evaluation(f"timm:local-dir:{source}", 10, canonical=False)[0].canonical
+    with pytest.raises(ValueError, match="nonsense"):
+        load_for_evaluation(f"timm:local-dir:{source}", 10, nonsense=3)

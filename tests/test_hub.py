@@ -4,13 +4,14 @@ import json
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import randomize
+from conftest import ROOT, randomize
 from safetensors.torch import load_file, save_file
 
 from common import create_model, from_pretrained, list_models
-from common.models.hub import load_weights
+from common.models.hub import PREPROCESSOR_NAME, load_weights
 from swin import Swin
 
 
@@ -146,3 +147,31 @@ def test_unknown_names_suggest_near_ones() -> None:
     with pytest.raises(TypeError, match="embed_dimm"):
         create_model("swin_micro", embed_dimm=3)
     assert "a_swin_tiny" in list_models("a_*")
+
+
+def test_a_head_can_be_added_where_there_was_none(tmp_path: Path) -> None:
+    create_model("a_swin_micro", num_classes=0).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="start anew for 5"):
+        assert from_pretrained(tmp_path, num_classes=5)(torch.zeros(1, 3, 32, 32)).shape == (1, 5)
+
+
+def test_what_a_config_cannot_hold_is_told_when_saving(tmp_path: Path) -> None:
+    """A loaded model would pool in another way, or training would end with numbers that JSON does not know."""
+    model = create_model("a_swin_micro", num_classes=np.int64(5))
+    model.save_pretrained(tmp_path)
+    assert from_pretrained(tmp_path).num_classes == 5
+    model.reset_classifier(5, global_pool="max")
+    with pytest.raises(ValueError, match="pools by 'max'"):
+        model.save_pretrained(tmp_path)
+    model.double().reset_classifier(0)
+    model.reset_classifier(5, global_pool="avg")
+    assert model(torch.zeros(1, 3, 32, 32, dtype=torch.float64)).shape == (1, 5)
+    model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["swin/checkpoints/a_swin_micro", "segmentation/checkpoints/upernet_a_swin_micro"])
+def test_preprocessing_is_saved_again(name: str, tmp_path: Path) -> None:
+    """Else a copy is evaluated with ImageNet's mean and std, without a word."""
+    from_pretrained(ROOT / name).save_pretrained(tmp_path)
+    one, other = (json.loads((folder / PREPROCESSOR_NAME).read_text()) for folder in (tmp_path, ROOT / name))
+    assert one == other

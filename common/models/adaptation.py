@@ -15,6 +15,10 @@ M = TypeVar("M", bound=nn.Module)
 
 TIMM = {"SwinTransformer": "swin", "SwinTransformerV2": "swinv2", "MultiScaleVit": "mvitv2"}
 """timm's classes that can be made adaptive, and the folder that knows how."""
+KEPT = ("pretrained_cfg", "class_names", "stored_input")
+HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+         "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
+"""What a module keeps its hooks in: as they are, so that their handles still remove them."""
 
 
 def adapt(model: M, **options: Any) -> M:
@@ -33,19 +37,24 @@ def adapt(model: M, **options: Any) -> M:
     twin = cls(**{**config, "adaptive": True, **options})
     like = next(model.parameters())
     twin.to(device=like.device, dtype=like.dtype)
-    kept = {
-        key: getattr(model, key)
-        for key in ("grad_checkpointing", "pretrained_cfg", "class_names")
-        if hasattr(model, key)
-    }
+    kept = {key: getattr(model, key) for key in KEPT if hasattr(model, key)}
     trains, training = {name: p.requires_grad for name, p in model.named_parameters()}, model.training
+    recomputes = any(getattr(module, "grad_checkpointing", False) for module in model.modules())
     twin.load_state_dict(model.state_dict(keep_vars=True), strict=True, assign=True)
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(trains[name])
+    before, frozen = dict(model.named_modules()), getattr(model, "frozen", ())
+    for name, module in twin.named_modules():
+        module.__dict__.update({hooks: before[name].__dict__[hooks] for hooks in HOOKS if name in before})
+    twin.__dict__["frozen"] = tuple(twin.get_submodule(name) for name, module in before.items() if module in frozen)
+    if isinstance(model, HubModel) and hasattr(model, "head"):
+        twin.head = model.head  # which may pool in another way
     model.__class__ = cls  # type: ignore[assignment]
     model.__dict__ = twin.__dict__
     for key, value in kept.items():
         setattr(model, key, value)
+    if recomputes:
+        model.set_grad_checkpointing()  # type: ignore[operator]
     return model.train(training)
 
 

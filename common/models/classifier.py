@@ -1,6 +1,5 @@
 """What the four architectures share: input checks, the canonical anchor, and timm's way of calling a classifier."""
 
-import json
 import math
 import os
 import re
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub.errors import EntryNotFoundError
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
@@ -19,7 +17,7 @@ from ..ops.ahead import expect
 from ..ops.dispatch import rehearse
 from ..ops.embed import embedded
 from ..ops.recompute import recompute
-from .hub import OURS, PREPROCESSOR_NAME, HubModel, StoredInput, read_fields, resolve_file
+from .hub import OURS, HubModel
 
 __all__ = [
     "Classifier",
@@ -119,7 +117,6 @@ class Classifier(HubModel):
         self.grad_checkpointing = False
         self.frozen: tuple[nn.Module, ...] = ()
         self.timm_settings: dict[str, Any] | None = None
-        self.stored_input: dict[str, Any] | None = None
         self.feature_info: list[dict[str, Any]] = []
         self.canonicalize = Canonical()
         self.check_size(self.img_size)
@@ -171,12 +168,13 @@ class Classifier(HubModel):
         Returns ``(final, intermediates)``, or ``intermediates`` alone.
         """
         count = len(self.feature_info)
-        if indices is None:
-            take = list(range(count))
-        elif isinstance(indices, int):
-            take = list(range(count))[-indices:]
-        else:
-            take = [range(count)[i] for i in indices]
+        if output_fmt not in ("NCHW", "NHWC"):
+            raise ValueError(f"output_fmt {output_fmt!r} is not available: choose NCHW or NHWC")
+        asked = range(count) if indices is None else range(-indices, 0) if isinstance(indices, int) else indices
+        if not asked or not all(-count <= i < count for i in asked):
+            raise ValueError(f"indices {indices} do not fit a model of {count} stages: give some of 0 to {count - 1}, "
+                             "or how many of the last")  # fmt: skip
+        take = [range(count)[i] for i in asked]
         stages, final = self.forward_stages(x, max(take) if stop_early else count - 1)
         intermediates = []
         for i in take:
@@ -200,12 +198,15 @@ class Classifier(HubModel):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the last layer; ``num_classes=0`` leaves pooled features."""
+        like = next(self.parameters())
         self.head.reset(num_classes, global_pool)  # type: ignore[operator]
+        self.head.to(device=like.device, dtype=like.dtype)
         self.num_classes = self.config["num_classes"] = num_classes
         self.class_names = ()
 
     def freeze(self, stages: int) -> None:
-        """Keep the stem and the first ``stages`` stages as they are in training; -1: everything but the head."""
+        """Keep the stem and the first ``stages`` stages as they are in training; -1: everything but the head. What an
+        earlier call froze trains again."""
         count = len(self.feature_info)
         if not -1 <= stages <= count:
             raise ValueError(f"cannot freeze {stages} stages: the model has {count}; -1 freezes all but the head")
@@ -214,8 +215,9 @@ class Classifier(HubModel):
             lists = {info["module"].split(".")[0] for info in self.feature_info}
             apart = {"head"} if stages < 0 else {"head", "norm"}
             modules += [child for name, child in self.named_children() if name not in lists | apart]
-        for module in modules:
-            module.requires_grad_(False)
+        for modules_of, trains in ((self.frozen, True), (modules, False)):
+            for module in modules_of:
+                module.requires_grad_(trains)
         self.frozen = tuple(modules)
         self.train(self.training)
 
@@ -240,21 +242,17 @@ class Classifier(HubModel):
     def from_pretrained(cls, source: str | os.PathLike[str], **kwargs: Any) -> Self:
         """As ``HubModel.from_pretrained``. The preprocessor file, where there is one, tells timm mean, std and size."""
         model = super().from_pretrained(source, **kwargs)
-        hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in kwargs}
-        try:
-            stored = read_fields(StoredInput, StoredInput._fields, resolve_file(source, PREPROCESSOR_NAME, **hub))
-        except (FileNotFoundError, EntryNotFoundError):
-            return model
-        model.set_input(**stored | ({"size": model.img_size, "resize": None} if "img_size" in kwargs else {}))
+        if stored := model.stored_input:
+            model.set_input(**stored | ({"size": model.img_size, "resize": None} if "img_size" in kwargs else {}))
         return model
 
     def save_pretrained(self, save_directory: str | os.PathLike[str],
                         state_dict: dict[str, Tensor] | None = None) -> Path:  # fmt: skip
-        """As ``HubModel.save_pretrained``, with the preprocessor file where the model came with one."""
-        directory = super().save_pretrained(save_directory, state_dict)
-        if self.stored_input is not None:
-            (directory / PREPROCESSOR_NAME).write_text(json.dumps(self.stored_input, indent=2) + "\n")
-        return directory
+        pool = getattr(getattr(self.head, "global_pool", None), "pool_type", "avg")
+        if pool != "avg":
+            raise ValueError(f"the head pools by {pool!r}, which a config does not hold: a loaded model would pool by "
+                             "'avg'. Call reset_classifier(..., global_pool='avg') first")  # fmt: skip
+        return super().save_pretrained(save_directory, state_dict)
 
     def set_input(self, *, size: tuple[int, int], resize: int | None = None, **normalisation: Any) -> None:
         """Tell timm, and files to come, how the model's images are prepared: as a preprocessor file says."""

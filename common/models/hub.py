@@ -16,8 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
 from huggingface_hub import CommitInfo, HfApi, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -28,7 +30,8 @@ from ..ops.ahead import compile_kernels
 from .configs import StoredInput, check_names, check_types, read_config, read_fields
 
 __all__ = ["CONFIG_NAME", "OURS", "PREPROCESSOR_NAME", "WEIGHTS_NAME", "HubModel", "StoredInput", "compile_options",
-           "embedded", "load_weights", "read_config", "read_fields", "resolve_file", "upload_directory"]  # fmt: skip
+           "embedded", "load_weights", "read_config", "read_fields", "read_input", "resolve_file",
+           "upload_directory"]  # fmt: skip
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -50,15 +53,18 @@ class HubModel(nn.Module):
     in_chans: int
     last_layer: ClassVar[tuple[str, ...]] = ("head.",)  # how the names of weights begin that belong to the classes
     class_names: tuple[str, ...] = ()  # in the order of the outputs; empty: not known
+    input_fields: ClassVar[type[Any]] = StoredInput  # what the preprocessor file of such a model holds
+    stored_input: dict[str, Any] | None = None  # that of the file which the model came with, saved with it
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
         names = inspect.signature(type(self).__init__).parameters
-        self.config = {name: arguments[name] for name in names if name != "self"}
+        self.config = {name: plain(arguments[name]) for name in names if name != "self"}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str],
                         state_dict: dict[str, Tensor] | None = None) -> Path:  # fmt: skip
-        """Write config.json and model.safetensors; each file appears whole or not at all.
+        """Write config.json and model.safetensors, each whole or not at all; and the preprocessor file, where the model
+        came with one.
 
         ``state_dict``: other weights of the same model, for instance averaged or gathered ones.
         """
@@ -73,6 +79,8 @@ class HubModel(nn.Module):
             temporary = directory / f".{name}.{os.getpid()}"
             write(temporary)
             os.replace(temporary, directory / name)
+        if self.stored_input is not None:
+            (directory / PREPROCESSOR_NAME).write_text(json.dumps(self.stored_input, indent=2) + "\n")
         return directory
 
     def stored_config(self) -> dict[str, Any]:
@@ -110,6 +118,7 @@ class HubModel(nn.Module):
             warnings.warn(f"{', '.join(fresh)} of {source} belong to {config['num_classes']} classes: they start anew "
                           f"for {arguments['num_classes']} and need training", stacklevel=2)  # fmt: skip
         model.class_names = names if same else ()
+        model.stored_input = read_input(cls.input_fields, source, **hub)
         return model.eval()
 
     @classmethod
@@ -219,6 +228,20 @@ def _locate(source: str | os.PathLike[str], name: str, **hub: Any) -> Path:
     return Path(hf_hub_download(str(source), name, **hub))
 
 
+def plain(value: Any) -> Any:
+    """A number of numpy as one of Python, which JSON can hold."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def read_input(kind: type[Any], source: str | os.PathLike[str], **hub: Any) -> dict[str, Any] | None:
+    """The fields of ``kind`` in the preprocessor file of a model, if it has one."""
+    try:
+        path = resolve_file(source, PREPROCESSOR_NAME, **hub)
+    except (FileNotFoundError, EntryNotFoundError):
+        return None
+    return read_fields(kind, getattr(kind, "STORED", None) or kind._fields, path)
+
+
 def check_outline(cls: type[HubModel], arguments: dict[str, Any], weights: Path, where: str,
                   may_differ: tuple[str, ...] | None = None) -> None:  # fmt: skip
     """Raise a ValueError unless ``cls(**arguments)`` has just the tensors that the header of ``weights`` lists; those
@@ -270,15 +293,16 @@ def load_weights(model: nn.Module, path: Path, may_differ: str | tuple[str, ...]
     ``allow_nonfinite``.
 
     ``may_differ``: tensors whose name begins so keep their own values where the file has other shapes (a classifier for
-    other classes). Returns their names.
+    other classes) or none of them. Returns their names.
     """
     read_header(path)
     state = load_file(path)
     own = model.state_dict()
     if may_differ and not any(name.startswith(may_differ) for name in own):  # a model without a last layer
         state = _without(state, may_differ)
+    headless = may_differ is not None and not any(name.startswith(may_differ) for name in state)
     kept = [name for name, tensor in own.items() if may_differ and name.startswith(may_differ)
-            and name in state and state[name].shape != tensor.shape]  # fmt: skip
+            and (headless or (name in state and state[name].shape != tensor.shape))]  # fmt: skip
     state |= {name: own[name] for name in kept}
     check_state(own, state, str(path))
     broken = [name for name, tensor in state.items() if tensor.is_floating_point() and not tensor.isfinite().all()]

@@ -5,6 +5,7 @@ A name that timm uses itself (``mvitv2_tiny``) stays timm's.
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ import timm
 from timm.models._features import FeatureGetterNet
 from torch import nn
 
-from .hub import WEIGHTS_NAME, HubModel, load_weights, resolve_file
+from .classifier import Classifier
+from .hub import WEIGHTS_NAME, HubModel, load_weights, read_input, resolve_file
 
 __all__: list[str] = []
 
@@ -29,7 +31,12 @@ def expose(name: str, build: Callable[..., HubModel]) -> None:
             raise RuntimeError(f"no weights of {name} are published yet: give pretrained_cfg={{'hf_hub_id': ...}} "
                                "or {'file': directory}, or convert timm's (convert.py)")  # fmt: skip
         if pretrained and source is not None:
-            load_weights(model, resolve_file(source[0], WEIGHTS_NAME, **source[1]), model.last_layer)
+            if fresh := load_weights(model, resolve_file(source[0], WEIGHTS_NAME, **source[1]), model.last_layer):
+                warnings.warn(f"{', '.join(fresh)} of {source[0]} belong to other classes: they start anew and need "
+                              "training", stacklevel=2)  # fmt: skip
+            stored = read_input(model.input_fields, source[0], **source[1])
+            if isinstance(model, Classifier) and stored:
+                model.set_input(**stored | ({"size": model.img_size, "resize": None} if "img_size" in kwargs else {}))
         return model
 
     _register(name, load)
@@ -59,6 +66,8 @@ def _register(name: str, load: Callable[..., HubModel]) -> None:
         config = pretrained_cfg if isinstance(pretrained_cfg, dict) else getattr(pretrained_cfg, "to_dict", dict)()
         config = {**config, **(pretrained_cfg_overlay or {})}
         model: Any = load(_source(config, cache_dir), pretrained, **kwargs)
+        resized = {"input_size", "crop_pct"} if {"img_size", "in_chans"} & kwargs.keys() else set[str]()
+        config = {key: value for key, value in config.items() if key not in resized}  # of the model's own size
         model.pretrained_cfg = model.default_cfg = {**model.default_cfg, **config, "architecture": name}
         if not features_only:
             return model
