@@ -39,8 +39,11 @@ from .models.registry import PACKAGES, class_of
 __all__ = ["Classifier", "ClassifierProcessor", "Config", "Segmenter", "SegmenterProcessor"]
 
 HUB = ("revision", "token", "cache_dir", "local_files_only")
+AUXILIARY = 0.4  # weight of the auxiliary head's loss
 WITHOUT_EFFECT = ("_from_auto", "_from_pipeline", "adapter_kwargs", "ignore_mismatched_sizes", "low_cpu_mem_usage",
                   "trust_remote_code", "use_safetensors")  # fmt: skip
+PROCESSING = ("_from_auto", "_from_pipeline", "_commit_hash", "use_fast", "backend", "trust_remote_code", "device",
+              "code_revision", "dtype", "image_processor_type", "torch_dtype")  # fmt: skip
 
 
 class Config(PreTrainedConfig):
@@ -83,7 +86,17 @@ class _Model(PreTrainedModel):
         stored, _ = cls.kind.read_arguments(source, {}, **hub)
         changed = {k: value for k, value in config.arguments(cls.kind).items() if value != stored.get(k)}
         model = cls.kind.from_pretrained(source, **hub, **changed)
+        if isinstance(dtype, str) and dtype != "auto":
+            dtype = getattr(torch, dtype, dtype)
+        if dtype not in (None, "auto") and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"unknown dtype {dtype!r}: give a torch.dtype or its name, such as 'bfloat16'")
         return cls(config, model.to(dtype) if isinstance(dtype, torch.dtype) else model).eval()
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Also of the files that we save, which hold the names of ``model``: transformers' Trainer reads these."""
+        ours = not any(name.startswith("model.") for name in state_dict)
+        state = {f"model.{name}": tensor for name, tensor in state_dict.items()} if ours else state_dict
+        return super().load_state_dict(state, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str],  # type: ignore[override]
                         state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:  # fmt: skip
@@ -99,6 +112,8 @@ class Classifier(_Model):
     """Images (B, 3, H, W) -> logits (B, classes)."""
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, return_dict: bool | None = None) -> Any:
+        if labels is not None and self.config.problem_type not in (None, "single_label_classification"):
+            raise ValueError(f"problem_type {self.config.problem_type!r} has no loss here: compute it from the logits")
         logits = self.model(pixel_values)
         loss: Any = None if labels is None else F.cross_entropy(logits, labels)
         output = ImageClassifierOutput(loss=loss, logits=logits)
@@ -109,8 +124,14 @@ class Segmenter(_Model):
     """Images (B, 3, H, W) -> logits (B, classes, H, W)."""
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, return_dict: bool | None = None) -> Any:
-        logits = self.model(pixel_values)
-        loss: Any = None if labels is None else F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
+        loss: Any = None
+        if labels is not None and self.training and self.model.auxiliary_head is not None:  # as transformers' UperNet
+            logits, auxiliary = self.model(pixel_values, auxiliary=True)
+            loss = AUXILIARY * F.cross_entropy(auxiliary, labels, ignore_index=IGNORE_INDEX)
+        else:
+            logits = self.model(pixel_values)
+        if labels is not None:
+            loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX) + (0 if loss is None else loss)
         output = SemanticSegmenterOutput(loss=loss, logits=logits)
         return output.to_tuple() if return_dict is False else output
 
@@ -127,7 +148,8 @@ class _Processor(BaseImageProcessor):
 
     @classmethod
     def from_pretrained(cls, source: str | os.PathLike[str], **kwargs: Any) -> "_Processor":  # type: ignore[override]
-        hub = {key: kwargs[key] for key in HUB if key in kwargs}
+        hub = {key: kwargs.pop(key) for key in HUB if key in kwargs}
+        _refuse(kwargs, "save the model with another preprocessor_config.json")
         return cls(cls.kind.load(resolve_file(source, PREPROCESSOR_NAME, **hub)))
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:  # type: ignore[override]
@@ -140,6 +162,9 @@ class _Processor(BaseImageProcessor):
 
     def preprocess(self, images: Any, return_tensors: str | None = None, **kwargs: Any) -> BatchFeature:
         """``images``: a Pillow image, a uint8 array (h, w, 3) or tensor (3, h, w), or several of them."""
+        _refuse(kwargs, "images are prepared as in evaluation")
+        if return_tensors not in (None, "pt"):
+            raise ValueError(f"return_tensors={return_tensors!r} is not available: tensors are torch's, 'pt'")
         batch = images if isinstance(images, (list, tuple)) or getattr(images, "ndim", 0) == 4 else [images]
         return BatchFeature({"pixel_values": self.prepare([to_pixels(image) for image in batch])})
 
@@ -167,6 +192,12 @@ class SegmenterProcessor(_Processor):
                 for logits, size in zip(outputs.logits, sizes, strict=True)]  # fmt: skip
 
 
+def _refuse(options: dict[str, Any], why: str) -> None:
+    """Raise a ValueError for options that would change nothing."""
+    if unknown := sorted(key for key, value in options.items() if key not in PROCESSING and value is not None):
+        raise ValueError(f"{unknown} do not apply to these images: {why}")
+
+
 def to_pixels(image: Any) -> np.ndarray:
     """(h, w, 3) uint8."""
     if isinstance(image, Image.Image):
@@ -186,6 +217,9 @@ def _register() -> None:
         kind = class_of(model_type)
         config = type(f"Shift{kind.__name__}Config", (Config,), {"model_type": OURS + model_type})
         model = type(f"Shift{kind.__name__}{base.__name__}", (base,), {"config_class": config, "kind": kind})
+        for made in (config, model):
+            made.__module__ = __name__  # where pickle looks for it
+            globals()[made.__name__] = made
         AutoConfig.register(OURS + model_type, config)
         auto.register(config, model)
         AutoImageProcessor.register(config, image_processor_classes={"pil": processor, "torchvision": processor})

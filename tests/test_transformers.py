@@ -1,6 +1,7 @@
 """transformers: its ``Auto`` classes and pipelines load what we save, and give our logits to the bit."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, randomize
 from PIL import Image
+from safetensors.torch import load_file
 
 from common import create_model, from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
@@ -121,3 +123,44 @@ def test_old_files_still_load_here(tmp_path: Path) -> None:
     path.write_text(json.dumps({**old, "model_type": "swin"}))
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(from_pretrained(str(path.parent))(x), from_pretrained(SWIN)(x))
+
+
+def test_the_trainers_checkpoints_load(tmp_path: Path) -> None:
+    """Else ``resume_from_checkpoint`` goes on from fresh weights: it reads our file into the wrapper."""
+    model = transformers.AutoModelForImageClassification.from_pretrained(SWIN)
+    model.save_pretrained(tmp_path)
+    fresh = transformers.AutoModelForImageClassification.from_config(model.config)
+    assert not fresh.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False).missing_keys
+    again = pickle.loads(pickle.dumps(fresh))
+    for loaded in (fresh, again):
+        assert all(map(torch.equal, model.state_dict().values(), loaded.state_dict().values()))
+    fresh.load_state_dict(model.state_dict())
+
+
+def test_options_are_heard_or_refused() -> None:
+    """None of these changed anything."""
+    auto, processor = transformers.AutoModelForImageClassification, transformers.AutoImageProcessor
+    assert next(auto.from_pretrained(SWIN, dtype="bfloat16").parameters()).dtype == torch.bfloat16
+    assert next(auto.from_pretrained(SWIN, dtype="auto").parameters()).dtype == torch.float32
+    with pytest.raises(ValueError, match="unknown dtype"):
+        type(auto.from_pretrained(SWIN)).from_pretrained(SWIN, dtype="bfloat17")
+    with pytest.raises(ValueError, match="'size'.* do not apply"):
+        processor.from_pretrained(SWIN, size=(64, 64))
+    prepare = processor.from_pretrained(SWIN)
+    with pytest.raises(ValueError, match="'do_resize'.* do not apply"):
+        prepare(picture(0), do_resize=False)
+    with pytest.raises(ValueError, match="return_tensors='np'"):
+        prepare(picture(0), return_tensors="np")
+    model = auto.from_pretrained(SWIN)
+    model.config.problem_type = "multi_label_classification"
+    with pytest.raises(ValueError, match="multi_label_classification.* has no loss here"):
+        model(torch.zeros(1, 3, 32, 32), labels=torch.zeros(1, 10))
+
+
+def test_a_segmenter_trains_its_auxiliary_head() -> None:
+    model = transformers.AutoModelForSemanticSegmentation.from_pretrained(UPERNET)
+    x, labels = torch.randn(2, 3, 64, 64), torch.randint(0, 11, (2, 64, 64))
+    both, one = model.train()(x, labels=labels).loss, model.eval()(x, labels=labels).loss
+    both.backward()
+    assert all(p.grad is not None for p in model.model.auxiliary_head.parameters())
+    assert both > one
