@@ -137,7 +137,7 @@ class CvTStage(nn.Module):
         """(B, H, W, C) -> (B, n + H W, C). In inference of the tokens' type: autocast would make all float32."""
         tokens = x.flatten(1, 2)
         if self.cls_token is not None:
-            tokens = torch.cat([as_tokens(self.cls_token, tokens).expand(len(x), -1, -1), tokens], 1)
+            tokens = torch.cat([as_tokens(self.cls_token, tokens).expand(x.shape[0], -1, -1), tokens], 1)
         return materialize(tokens)
 
 

@@ -54,7 +54,7 @@ def _convolve(x: Tensor, conv: nn.Conv2d, origin: Tensor | None) -> Tensor:
         return F.linear(windows, F.pad(weight, (0, windows.shape[-1] - weight.shape[1])), conv.bias)
     tokens = x.permute(0, 2, 3, 1)
     if circular and x.shape[1] >= 16 and kernels.fits_roll_kernel(tokens):
-        start = torch.zeros(len(x), 2, dtype=torch.long, device=x.device) if origin is None else origin
+        start = torch.zeros(x.shape[0], 2, dtype=torch.long, device=x.device) if origin is None else origin
         tokens = tokens.to(product_dtype(x))
         if kernels.fits_convolved(tokens, conv.weight, s, p):
             weight = conv.weight.to(tokens).permute(0, 2, 3, 1).contiguous()
