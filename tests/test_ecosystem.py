@@ -32,6 +32,7 @@ def test_timm_builds_our_models(name: str) -> None:
     assert config["input_size"] == (3, 32, 32)
     assert model.get_submodule(model.pretrained_cfg["first_conv"]).in_channels == 3
     assert model.get_submodule(model.pretrained_cfg["classifier"]).out_features == 7
+    assert model.get_classifier() is model.get_submodule(model.pretrained_cfg["classifier"])
     model.reset_classifier(3)
     model.set_grad_checkpointing()
     assert model.train()(torch.zeros(2, 3, 32, 32)).shape == (2, 3)

@@ -194,7 +194,8 @@ class Classifier(HubModel):
         self.grad_checkpointing = enable
 
     def get_classifier(self) -> nn.Module:
-        return self.head
+        """The last layer, as in timm."""
+        return self.head.fc  # type: ignore[return-value]
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the last layer; ``num_classes=0`` leaves pooled features."""
