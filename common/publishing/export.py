@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import UserError
 from torch.fx import GraphModule
 from tqdm.auto import tqdm
 
@@ -77,7 +78,10 @@ def trace(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
     """The graph of ``model`` for batches of any size, without the lines of code that it came from."""
     arguments: Any = {"args": (images,), "dynamic_shapes": ({0: torch.export.Dim("batch", min=1)},)}
     with torch.no_grad():
-        program = torch.export.export(model, **arguments, strict=False)
+        try:
+            program = torch.export.export(model, **arguments, strict=False)
+        except UserError:  # code that asks for len(x) fixes the batch size, unless Python itself is traced, more slowly
+            program = torch.export.export(model, **arguments, strict=True)
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             node.meta.pop("stack_trace", None)
