@@ -93,14 +93,15 @@ def test_killed_and_resumed_gives_the_same_bits(reference: Path, tmp_path: Path)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2  # the last two are kept, no temporary one is left
 
 
-def test_sigterm_checkpoints_and_exits_cleanly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_brings_a_checkpoint_and_a_clean_end(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(command(tmp_path, "--epochs", "300"), cwd=ROOT, env=ENVIRONMENT, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
     deadline = time.monotonic() + 120
     while not ((tmp_path / "log.jsonl").exists() and (tmp_path / "log.jsonl").stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "go on with --resume_from_checkpoint" in stdout
@@ -235,7 +236,7 @@ def test_rows_of_imagenet_and_plugged_in_anchors_run(tmp_path: Path, call: Calla
     rows = json.loads((tmp_path / "smoke.json").read_text())
     assert [row["model"] for row in rows] == ["a_cvt_micro", "cvt_micro", "a_cvt_micro"]
     call(*smoke, "cifar10_adapted", "--battery")  # of what is trained already
-    assert json.loads((tmp_path / "smoke.json").read_text()) == rows[2:]
+    assert json.loads((tmp_path / "smoke.json").read_text()) == rows  # the others stay
     measured = json.loads((tmp_path / "smoke" / "a_cvt_micro_cifar10_adapted" / "battery.json").read_text())
     assert measured["recipe"] == "cifar10_adapted"
     assert measured["canonical_off"]["c_cons"] == measured["c_cons_worst@8"] == 100.0

@@ -1,6 +1,7 @@
 """The training loop does what its flags say: schedule, clipping, averaging, the best model, augmentation by epoch."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -213,3 +214,16 @@ def test_a_warm_up_that_outlasts_the_training_is_told(tmp_path: Path, train_digi
         train_digits(tmp_path / epochs, "--warmup_epochs", epochs, "--steps", "5")
         assert ("warm-up takes 8 steps, the training 5; shorten it with --warmup_epochs" in capsys.readouterr().out
                 ) is told  # fmt: skip
+
+
+def test_a_finished_run_is_set_aside(tmp_path: Path, train_digits: Train) -> None:
+    """Else the next folder's training would replace it: all have their digits in one directory."""
+    for seed in ("0", "1", "2"):
+        train_digits(tmp_path, "--steps", "1", "--seed", seed)
+    before = signal.getsignal(signal.SIGINT)
+    settings = [json.loads((tmp_path / f"results.json{end}").read_text())["seed"] for end in (".old-1", ".old-2", "")]
+    assert settings == [0, 1, 2]
+    assert {path.name for path in tmp_path.glob("model.safetensors*")} == {
+        f"model.safetensors{end}" for end in ("", ".old-1", ".old-2")
+    }
+    assert before is signal.default_int_handler  # Ctrl-C interrupts again

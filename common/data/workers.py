@@ -1,5 +1,5 @@
-"""Workers of a loader that outlive SIGTERM: a cluster that ends a job sends it to every process, but the run needs its
-workers until it has written a checkpoint."""
+"""Workers of a loader that outlive SIGTERM and Ctrl-C: a cluster that ends a job, or a terminal, sends it to every
+process, but the run needs its workers until it has written a checkpoint."""
 
 import os
 import signal
@@ -9,7 +9,8 @@ __all__ = ["outlive_sigterm"]
 
 
 def outlive_sigterm(worker: int) -> None:
-    """A loader's ``worker_init_fn``: a worker ends by a SIGTERM of its own parent, and by no other."""
+    """A loader's ``worker_init_fn``: a worker ends by a SIGTERM of its own parent, and by no other; not by Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         Thread(target=_wait_for, args=(os.getppid(),), daemon=True).start()

@@ -54,8 +54,13 @@ def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] =
     """Train, evaluate and save; returns the results that ``results.json`` holds."""
     output = Path(options.output_dir)
     accelerator = _accelerator(options)
-    with locked(accelerator, output):
-        return _train(name, recipe, options, task, accelerator, output)
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        with locked(accelerator, output):
+            return _train(name, recipe, options, task, accelerator, output)
+    finally:
+        if signal.getsignal(signal.SIGINT) is not interrupt:
+            signal.signal(signal.SIGINT, interrupt)
 
 
 def _accelerator(options: RunOptions) -> Accelerator:
@@ -103,9 +108,9 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
         accelerator.register_for_checkpointing(ema)
 
     identity = {"recipe": recipe.settings(), "model": plain.config, "images": images}
-    if overwrite:  # only now: model and data are what they should be
-        on_main(accelerator, lambda: set_aside(output))
     progress = _resume(accelerator, resume, output, identity) if resume else Progress()
+    if not progress.step:  # only now: model and data are what they should be
+        on_main(accelerator, lambda: set_aside(output))
     progress.check(recipe.batch_size, steps_per_epoch)
     on_main(accelerator, lambda: set_later_aside(output, progress.step) if resume else None)
     if options.report_to != "none":
@@ -118,7 +123,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     accelerator.print(f"{total:,} steps of {recipe.batch_size} images, {steps_per_epoch:,} an epoch; {lr}")
     if (warmup := _warmup(recipe, steps_per_epoch)) >= total > 1:
         accelerator.print(f"the learning rate only rises: its warm-up takes {warmup:,} steps, the training {total:,}; "
-                          "shorten it with --warmup_epochs")  # fmt: skip
+                          f"shorten it with --warmup_{'steps' if recipe.warmup_steps else 'epochs'}")  # fmt: skip
 
     def save() -> Path:
         guard.check(progress, written)
@@ -311,11 +316,14 @@ def _device_name(device: torch.device) -> str:
 
 
 class _StopSignal:
-    """SIGTERM asks for a checkpoint and a clean exit after the current step."""
+    """SIGTERM or Ctrl-C asks for a checkpoint and a clean exit after the current step; Ctrl-C again ends at once."""
 
     def __init__(self) -> None:
         self.requested = False
-        signal.signal(signal.SIGTERM, self._request)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._request)
 
-    def _request(self, *_: Any) -> None:
+    def _request(self, number: int, *_: Any) -> None:
         self.requested = True
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)

@@ -38,7 +38,7 @@ class BaseRecipe:
     lr_batch: int = 512  # lr, warm-up and final lr are stated for this batch and scale with batch_size; 0: they do not
     schedule: Literal["cosine", "poly"] = "cosine"  # how the learning rate falls after warm-up
     warmup_epochs: float = 20.0  # epochs over which the learning rate rises
-    warmup_steps: int = 0  # steps of warm-up, instead of warmup_epochs
+    warmup_steps: int = 0  # steps of warm-up; if not 0, instead of warmup_epochs
     warmup_lr: float = 5e-7  # learning rate at the start
     min_lr: float = 5e-6  # learning rate at the end
     weight_decay: float = 0.05  # of matrices; biases, norms and what the model names are left out
@@ -112,8 +112,8 @@ class RunOptions:
     limit: int | None = None  # use only the first images of each split
     eval_every: int = 0  # epochs between evaluations; 0: about ten in all
     eval_batch_size: int = 128  # images at once in evaluation, per process
-    checkpointing_steps: int = 0  # optimizer steps between checkpoints; 0: none but on SIGTERM
-    checkpointing_minutes: float = 0.0  # minutes between checkpoints; 0: not by time
+    checkpointing_steps: int = 0  # optimizer steps between checkpoints; 0: not by steps
+    checkpointing_minutes: float = 10.0  # minutes between checkpoints; 0: not by time; also on SIGTERM and Ctrl-C
     checkpoints_total_limit: int = 2  # checkpoints to keep
     max_skipped: int = 20  # steps in a row that the gradient scaler of fp16 may skip
     resume_from_checkpoint: str | None = None  # a checkpoint directory, or "latest"

@@ -62,6 +62,8 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
     args = parser.parse_args(arguments)
 
     model_args = parse_arguments(args.model_args)
+    if args.battery and not all(isinstance(recipes[row], Recipe) for row in args.rows):
+        raise ValueError("--battery measures classifiers: leave it out for segmenters")
 
     def directory(row: str) -> Path:
         name = "_".join([rescale(recipes[row], args.scale).model, row, *args.model_args])
@@ -87,12 +89,20 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
                        seed=recipe.seed, target=directory(name) / "battery.json")  # fmt: skip
         length = {"steps": recipe.steps} if recipe.steps else {"epochs": recipe.epochs}
         row: dict[str, Any] = {"row": name, "model": recipe.model, **model_args, **length}
-        for metric, paper in recipe.target.items():
-            row |= {f"{metric} paper": paper, f"{metric} ours": results.get(metric)}
+        for metric in dict.fromkeys(metric for known_row in args.rows for metric in recipes[known_row].target):
+            row |= {f"{metric} paper": recipe.target.get(metric, "-"), f"{metric} ours": results.get(metric)}
         table.append(row)
-        write_json(args.output_dir / f"{args.scale}.json", table)
+        _add(args.output_dir / f"{args.scale}.json", row, ("row", "model", *model_args))
     print(format_table(table))
+    print(f"all rows of this scale: {args.output_dir / args.scale}.json")
     return table
+
+
+def _add(path: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
+    """Write a row into a JSON of rows, in place of one with the same ``keys``: all folders share the file."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    others = [other for other in rows if [other.get(key) for key in keys] != [row[key] for key in keys]]
+    write_json(path, [*others, row])
 
 
 def _finished(directory: Path, recipe: BaseRecipe) -> dict[str, Any] | None:
