@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)  # in the process that measures
@@ -70,8 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     if args.begun:
         print(json.dumps(measure(args.models[0], args.modes[0], args.device, args.batch_size, args.begun)))
         return []
+    import torch
     from tqdm.auto import tqdm
 
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch finds no GPU here: give --device cpu")
     from common.evaluation.tables import format_table, write_json
 
     rows: list[dict[str, Any]] = []

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from common.data.preprocess import PREPROCESSOR_NAME
 from common.data.workers import outlive_sigterm
+from common.evaluation.evaluate import compare_names
 from common.evaluation.flags import count
 from common.evaluation.metrics import (
     circular_pixel_agreement,
@@ -126,12 +127,15 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser.add_argument("--json", help="file to write the results to")
     args = parser.parse_args(arguments)
 
+    if args.compare and not args.pictures:
+        raise ValueError("--compare draws a second model beside the first: say where with --pictures DIR")
     accelerator = Accelerator(mixed_precision=args.mixed_precision)
     split = load_scenes(args.data)[1].head(args.limit)
     networks, preprocess = {}, None
     for source in filter(None, (args.model, args.compare)):
         network, stored = load_for_evaluation(source, len(split.classes))
         networks[source], preprocess = network.to(accelerator.device), preprocess or stored
+        compare_names(network.class_names, split.classes)
     assert preprocess is not None
     models: dict[str, Model] = dict(networks)
     if args.slide:

@@ -135,7 +135,7 @@ def import_datasets(name: str) -> Any:
         import datasets
     except ImportError:
         raise ImportError(f"{name} is read with the library 'datasets': pip install 'shift-equivariant-vits[hub-data]'"
-                          ", or give a folder with its parquet files") from None  # fmt: skip
+                          ", or give a folder with its parquet files and leave out --streaming") from None  # fmt: skip
     return datasets
 
 

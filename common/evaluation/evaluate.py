@@ -135,10 +135,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     model, preprocess = load_for_evaluation(
         args.model, len(split.classes), args.resize, **parse_arguments(args.model_args)
     )
-    names = getattr(model, "class_names", ())
-    if names and names != split.classes:
-        warnings.warn(f"the model's classes are {shown(names)}; those of the data are {shown(split.classes)}: labels "
-                      "are compared by number", stacklevel=2)  # fmt: skip
+    compare_names(getattr(model, "class_names", ()), split.classes)
     model = ShiftAverage(model, args.average_shifts) if args.average_shifts > 1 else model
     model.eval().to(accelerator.device)
     measured = evaluate(model, split, preprocess, args.metrics, accelerator=accelerator, batch_size=args.batch_size,
@@ -153,6 +150,13 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
             write_json(args.json, results)
     accelerator.end_training()  # else processes that still talk to each other may abort at exit
     return results
+
+
+def compare_names(names: tuple[str, ...], classes: tuple[str, ...]) -> None:
+    """Warn where a model names its classes otherwise than the data do."""
+    if names and names != classes:
+        warnings.warn(f"the model's classes are {shown(names)}; those of the data are {shown(classes)}: labels are "
+                      "compared by number", stacklevel=3)  # fmt: skip
 
 
 def load_for_evaluation(source: str, classes: int, resize: int | None = None,
