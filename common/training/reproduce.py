@@ -89,7 +89,7 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
                        seed=recipe.seed, target=directory(name) / "battery.json")  # fmt: skip
         length = {"steps": recipe.steps} if recipe.steps else {"epochs": recipe.epochs}
         row: dict[str, Any] = {"row": name, "model": recipe.model, **model_args, **length}
-        for metric in dict.fromkeys(metric for known_row in args.rows for metric in recipes[known_row].target):
+        for metric in dict.fromkeys(metric for other in rows for metric in recipes[other].target):
             row |= {f"{metric} paper": recipe.target.get(metric, "-"), f"{metric} ours": results.get(metric)}
         table.append(row)
         _add(args.output_dir / f"{args.scale}.json", row, ("row", "model", *model_args))
