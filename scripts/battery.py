@@ -34,10 +34,17 @@ def main() -> None:
                          limit=args.limit, target=args.json, arguments=parse_arguments(args.model_args),
                          parts=tuple(args.parts), batch_size=args.batch_size, exact_images=args.exact_images,
                          crop=args.crop, seed=args.seed)  # fmt: skip
-    print(format_table([{key: value for key, value in results.items() if isinstance(value, float)}]))
+    off = results.get("canonical_off", {})
+    measured = {key: value for key, value in results.items() if isinstance(value, float) and "seconds" not in key}
+    beside = {key: {"canonical anchor off": off.get(key, "-")} if off else {} for key in measured}
+    if measured:
+        print(format_table([{"measure": key, "percent": value, **beside[key]} for key, value in measured.items()]))
     for key in ("bits", "token_errors"):
         if key in results:
-            print(format_table(results[key]))
+            print(format_table([{name: f"{value:.2g}" if isinstance(value, float) else value
+                                 for name, value in row.items()} for row in results[key]]))  # fmt: skip
+    if args.json:
+        print(f"written to {args.json}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import shiftvit
 from common.evaluation.battery import AVERAGED, metrics_of
 from common.evaluation.plots import read_log
-from common.evaluation.tables import format_table
+from common.evaluation.tables import format_table, precision_name
 from common.publishing.paper import ERASED, FLIPPED, PRETRAINED, SENSITIVITY
 from common.training.recipe import BaseRecipe
 from cvt import recipes as cvt
@@ -338,7 +338,8 @@ def scene_row(run: dict[str, Any]) -> dict[str, Any]:
     row = {"data": Path(settings["data"]).name, "model": Path(run["model"]).name,
            "size": size if isinstance(size, (str, int)) else "x".join(map(str, size))}  # fmt: skip
     keys = ("precision", "miou", "mascc", "massc", "images", "epochs", "train_seconds")
-    return row | {key: run.get(key, "-") for key in keys}
+    found = {key: run.get(key, "-") for key in keys}
+    return row | found | {"precision": precision_name(found["precision"])}
 
 
 if __name__ == "__main__":

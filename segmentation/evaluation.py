@@ -27,7 +27,7 @@ from common.evaluation.metrics import (
     standard_pixel_agreement,
     worst_pixel_agreement,
 )
-from common.evaluation.tables import format_table, write_json
+from common.evaluation.tables import format_table, precision_name, write_json
 from common.models.hub import resolve_file
 from common.models.registry import create_model, from_pretrained, list_models
 from common.shifts import random_shifts
@@ -149,7 +149,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     results |= {"precision": accelerator.mixed_precision,
                 "parameters": sum(p.numel() for p in networks[args.model].parameters())}  # fmt: skip
     if accelerator.is_main_process:
-        print(format_table([results]))
+        print(format_table([{**results, "precision": precision_name(results["precision"])}]))
         if args.pictures:
             order = sorted(models, key=lambda source: networks[source].adaptive)  # default before adaptive
             apart = len({Path(source).name for source in order}) == len(order)

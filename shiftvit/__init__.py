@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,8 @@ def check_ours(package: str) -> None:
 def run(main: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
     """Call a command. An error that we raise becomes one line and exit status 2; what nobody expected keeps its
     traceback, as everything does with SHIFTVIT_TRACEBACK=1."""
+    # torch's, thirty lines long, on a CPU without bf16: it computes the same in another way
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS")
     parsers_own = argparse.ArgumentParser.error
     argparse.ArgumentParser.error = _refuse  # type: ignore[assignment, method-assign]
     try:

@@ -320,3 +320,16 @@ def test_class_names_that_differ_are_named(tmp_path: Path) -> None:
         write_parquet(tmp_path / f"{name}.parquet", [encode(i) for i in range(2)], labels)
     with pytest.raises(ValueError, match="train has classes a, b, but not emu of the evaluation split"):
         load_data(str(tmp_path))
+
+
+def test_a_hub_out_of_reach_says_what_else_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", fails)
+    with pytest.raises(
+        OSError, match=r"owner/name cannot be read from the Hub \(Couldn't reach the Hub\): give .* --data"
+    ):
+        load_data("owner/name")

@@ -118,7 +118,11 @@ def load_hub(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
     """Train and evaluation split of a Hub dataset, ``owner/name`` or ``owner/name@revision``, through ``datasets``."""
     datasets = import_datasets(name)
     repository, _, revision = name.partition("@")
-    found = datasets.load_dataset(repository, revision=revision or None)
+    try:
+        found = datasets.load_dataset(repository, revision=revision or None)
+    except OSError as error:
+        raise OSError(f"{name} cannot be read from the Hub ({str(error).splitlines()[0][:200]}): give a folder with "
+                      "its files, --data DIR") from error  # fmt: skip
     evaluation = next((split for split in EVALUATION_SPLITS if split in found), None)
     if "train" not in found or evaluation is None:
         raise ValueError(f"{name} has splits {sorted(found)}: expected train and one of {EVALUATION_SPLITS}")

@@ -24,7 +24,7 @@ from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, li
 from .flags import count
 from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
 from .perturb import PERTURBATIONS, ShiftAverage
-from .tables import format_table, write_json
+from .tables import format_table, precision_name, write_json
 
 __all__ = ["METRICS", "evaluate", "from_timm", "main"]
 
@@ -145,7 +145,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     results = {"model": args.model, **facts, "data": args.data, **measured, "precision": accelerator.mixed_precision,
                "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
     if accelerator.is_main_process:
-        print(format_table([results]))
+        print(format_table([{**results, "precision": precision_name(results["precision"])}]))
         if args.json:
             write_json(args.json, results)
     accelerator.end_training()  # else processes that still talk to each other may abort at exit

@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["format_table", "write_json"]
+__all__ = ["format_table", "precision_name", "write_json"]
+
+
+def precision_name(name: str) -> str:
+    """What Accelerate's ``mixed_precision`` computes in: "no" is float32."""
+    return "float32" if name == "no" else name
 
 
 def format_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
