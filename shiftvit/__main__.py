@@ -2,5 +2,4 @@
 
 from shiftvit.command import main
 
-if __name__ == "__main__":
-    main()
+main()

@@ -96,7 +96,8 @@ def test_killed_and_resumed_gives_the_same_bits(reference: Path, tmp_path: Path)
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_brings_a_checkpoint_and_a_clean_end(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(command(tmp_path, "--epochs", "300"), cwd=ROOT, env=ENVIRONMENT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
     deadline = time.monotonic() + 120
     while not ((tmp_path / "log.jsonl").exists() and (tmp_path / "log.jsonl").stat().st_size):
         assert time.monotonic() < deadline

@@ -218,12 +218,12 @@ def test_a_warm_up_that_outlasts_the_training_is_told(tmp_path: Path, train_digi
 
 def test_a_finished_run_is_set_aside(tmp_path: Path, train_digits: Train) -> None:
     """Else the next folder's training would replace it: all have their digits in one directory."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     for seed in ("0", "1", "2"):
         train_digits(tmp_path, "--steps", "1", "--seed", seed)
-    before = signal.getsignal(signal.SIGINT)
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler  # Ctrl-C interrupts again
     settings = [json.loads((tmp_path / f"results.json{end}").read_text())["seed"] for end in (".old-1", ".old-2", "")]
     assert settings == [0, 1, 2]
     assert {path.name for path in tmp_path.glob("model.safetensors*")} == {
         f"model.safetensors{end}" for end in ("", ".old-1", ".old-2")
     }
-    assert before is signal.default_int_handler  # Ctrl-C interrupts again

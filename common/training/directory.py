@@ -4,7 +4,7 @@ import fcntl
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,12 +12,13 @@ from accelerate import Accelerator
 
 from .checkpoints import on_main
 
-__all__ = ["acquire", "check_directory", "locked", "release", "set_aside", "set_later_aside"]
+__all__ = ["LOGS", "TRAINED", "acquire", "check_directory", "locked", "release", "set_aside", "set_later_aside"]
 
 LOCK_NAME = ".lock"
 _DESCRIPTORS: set[int] = set()  # of the locks that this process holds
-RUN_FILES = ("checkpoints", "best", "config.json", "model.safetensors", "preprocessor_config.json", "log.jsonl",
-             "results.json", "curves.png", "tracking")  # fmt: skip
+LOGS = ("checkpoints", "log.jsonl", "tracking")  # what a run writes from its beginning
+TRAINED = ("best", "config.json", "model.safetensors", "preprocessor_config.json", "results.json", "curves.png")
+"""What a run writes once it has measured something."""
 
 
 def check_directory(output: Path, resume: str | None, overwrite: bool) -> None:
@@ -34,14 +35,16 @@ def check_directory(output: Path, resume: str | None, overwrite: bool) -> None:
                          "--output_dir")  # fmt: skip
 
 
-def set_aside(output: Path) -> None:
-    """Rename what a run has written: ``checkpoints`` to ``checkpoints.old-1`` and so on, with the first free number."""
-    names = [name for name in RUN_FILES if (output / name).exists()]
-    number = _free_number(output)
+def set_aside(output: Path, files: Sequence[str] = LOGS + TRAINED, number: int = 0) -> int:
+    """Rename what a run has written: ``checkpoints`` to ``checkpoints.old-1`` and so on, with this number or the first
+    free one, which is returned."""
+    names = [name for name in files if (output / name).exists()]
+    number = number or _free_number(output)
     for name in names:
         (output / name).rename(output / f"{name}.old-{number}")
     if names:
         print(f"set aside as *.old-{number} in {output}: {', '.join(names)}")
+    return number
 
 
 def set_later_aside(output: Path, step: int) -> None:

@@ -35,7 +35,7 @@ from ..evaluation.plots import plot_curves
 from ..evaluation.tables import format_table, write_json
 from ..models.hub import HubModel
 from .checkpoints import Progress, latest_checkpoint, load_checkpoint, on_main, save_checkpoint
-from .directory import check_directory, locked, set_aside, set_later_aside
+from .directory import LOGS, TRAINED, check_directory, locked, set_aside, set_later_aside
 from .guard import FiniteGuard
 from .log import Clock, RunLog
 from .recipe import BaseRecipe, RunOptions, parse_command_line
@@ -109,8 +109,9 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
 
     identity = {"recipe": recipe.settings(), "model": plain.config, "images": images}
     progress = _resume(accelerator, resume, output, identity) if resume else Progress()
+    earlier = 0  # the number under which an earlier run is set aside; its model not before this one has its own
     if not progress.step:  # only now: model and data are what they should be
-        on_main(accelerator, lambda: set_aside(output))
+        earlier = on_main(accelerator, lambda: set_aside(output, LOGS + TRAINED if overwrite else LOGS))
     progress.check(recipe.batch_size, steps_per_epoch)
     on_main(accelerator, lambda: set_later_aside(output, progress.step) if resume else None)
     if options.report_to != "none":
@@ -143,11 +144,15 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
         return {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # which a compiler adds
 
     def finish_epoch() -> dict[str, Any]:
+        nonlocal earlier
         guard.check(progress, written)
         results = measure()
         best = log.evaluation(bar, results, progress)
         state = weights()
         if accelerator.is_main_process:
+            if earlier:
+                set_aside(output, TRAINED, earlier)
+                earlier = 0
             for directory in (output, output / "best") if best else (output,):
                 job.save(directory, state)
         return results
@@ -320,8 +325,9 @@ class _StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._request)
+        signal.signal(signal.SIGTERM, self._request)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is in the background of a shell
+            signal.signal(signal.SIGINT, self._request)
 
     def _request(self, number: int, *_: Any) -> None:
         self.requested = True
