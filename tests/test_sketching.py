@@ -120,7 +120,7 @@ def test_taps_of_several_poolings(monkeypatch: pytest.MonkeyPatch, paired: bool,
     anchor, layers = ProjectionAnchor(sketch=sketch), []
     for dim, heads, strides, stride in ((20, 1, (1, 4), 4), (8, 2, (2, 2), 2), (24, 2, (1, 2), 2), (17, 3, (2, 1), 2),
                                         (32, 1, (2, 2), 2), (16, 1, (2, 1), 2)):  # fmt: skip
-        attn = PoolingAttention(dim=dim, out_dim=8 * heads, size=(8, 8), num_heads=heads, stride_q=strides[0],
+        attn = PoolingAttention(dim=dim, out_dim=24 * heads, size=(8, 8), num_heads=heads, stride_q=strides[0],
                                 stride_kv=strides[1], circular=True, padding_mode="circular")  # fmt: skip
         layers.append(PooledProjections(nn.LayerNorm(dim), (stride, stride), randomize(attn).poolings()))
     kept = [projection for layer in layers for projection in layer.projections(anchor)]
