@@ -89,6 +89,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "swap_tensors": swap,
     "bfloat16 and back": lambda model: model.bfloat16().float(),
 }
+NOT_IN_TORCH = {("capturable AdamW", "cpu"), ("fused Adagrad", "cuda")}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -97,7 +98,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 def test_outputs_follow_the_weights(name: str, training: bool, device: str) -> None:
     x = torch.randn(2, 3, 32, 32, device=device)
     for kind, change in CHANGES.items():
-        if kind.startswith("capturable") and device == "cpu":
+        if (kind, device) in NOT_IN_TORCH:
             continue
         model = randomize(create_model(name)).to(device).train(training)
         state = copy.deepcopy(model.state_dict())  # statistics of norms move with every call in training
@@ -108,6 +109,8 @@ def test_outputs_follow_the_weights(name: str, training: bool, device: str) -> N
             fresh = create_model(name).to(device).train(training)
             fresh = fresh.bfloat16().float() if kind == "bfloat16 and back" else fresh  # tables are rounded, too
             fresh.load_state_dict(model.state_dict())
+            if kind == "vector_to_parameters":  # products of weights at odd addresses are rounded otherwise on a GPU
+                vector_to_parameters(parameters_to_vector(fresh.parameters()), fresh.parameters())
             expected, after = fresh(x), model(x)
         assert torch.equal(after, expected), kind
         assert not torch.equal(after, before), kind
@@ -136,7 +139,7 @@ def test_a_functional_call_and_a_copy_have_weights_of_their_own(name: str, devic
     assert torch.equal(torch.func.functional_call(model, dict(other.state_dict()), (x,)), other(x))
     twin = copy.deepcopy(model)
     scale_data(model)
-    randomize(other)
+    other.load_state_dict(randomize(create_model(name)).state_dict())  # on a GPU itself, random numbers are others
     assert torch.equal(twin(x), other(x))
 
 
