@@ -88,7 +88,12 @@ def test_a_kernel_is_compiled_once_for_its_arguments(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels.base, "ON_COMPILING", lambda: slow.append(len(compiled)))
     for size in (30, 31):
         kernels.base.launch(kernel, (2,), x, 5, WIDE=True, SIZE=size, num_warps=4)
-    assert slow == [7, 10]  # but not a process's first: with it Triton wakes up
+    assert slow == [7, 10]  # but not a process's first, with which Triton wakes up,
+    monkeypatch.setattr(kernels.base, "_COMPILED", {})
+    monkeypatch.setattr(kernels.base, "ON_COMPILING", lambda: slow.append(len(compiled)))
+    monkeypatch.setattr(kernels.base, "FIRST", 0.0)
+    kernels.base.launch(kernel, (2,), x, 5, WIDE=True, SIZE=40, num_warps=4)
+    assert slow == [7, 10, 11]  # unless it takes longer than that
 
 
 IMAGE = {"canonical_place": 1, "image_phases": 1, "image_tokens": 1}

@@ -42,6 +42,19 @@ def test_choices(monkeypatch: pytest.MonkeyPatch, stride_q: int, stride_kv: int,
 
 
 @interpreted
+@pytest.mark.parametrize(("stride", "size", "width"), [(1, (5, 9), 0), (1, (4, 8), 3), (2, (6, 8), 4), (4, (4, 8), 2)])
+def test_outputs_all_at_once_or_one_by_one(stride: int, size: tuple[int, int], width: int) -> None:
+    """A graph has the one, eager the other: the bits are the same."""
+    x, origin = tokens(size, 2 * 48), torch.tensor([[0, 0], [3, 1], [2, 2]], dtype=torch.int32)
+    weight, gain, shift = torch.randn(3, 3, 48), torch.randn(48), torch.randn(48)
+    tail = torch.randn(-(-size[0] // stride) * -(-size[1] // stride), width) if width else None
+    with torch.no_grad():
+        for circular, place in ((True, None), (True, origin), (False, None)):
+            args = x, weight, gain, shift, 1e-6, stride, circular, tail, place
+            assert torch.equal(kernels.pooled(*args, True), kernels.pooled(*args, False))
+
+
+@interpreted
 def test_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens lie where they did and logits are what they were, though in inference no more than a skip is rolled, and
     an anchor and its block share one norm; with gradients all is rolled, once for each anchor."""

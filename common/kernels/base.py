@@ -45,7 +45,7 @@ ENABLED = os.environ.get("SHIFT_VITS_KERNELS") != "0"  # False: the torch forms 
 PLAIN = {Tensor, nn.Parameter}  # tensors with data: nothing sharded, and no stand-in while a graph is recorded
 RECORD: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None  # takes the launches of stand-ins
 ON_COMPILING: Callable[[], None] | None = None  # called once a kernel took LONG to compile: others will, too
-LONG = 0.3  # seconds: one that Triton has in its cache takes 2 to 14 ms, but for a process's first (0.5 s)
+LONG, FIRST = 0.3, 1.0  # seconds: one that Triton has in its cache takes 2 to 14 ms, a process's first 0.5 s
 _COMPILED: dict[tuple, tuple[Any, list]] = {}
 _REPORTED: set[str] = set()
 mark_graphs()
@@ -135,7 +135,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) ->
         names, begun = [parameter.name for parameter in kernel.params[len(args) :]], time.perf_counter()
         compiled = kernel[grid](*args, **constants)
         _COMPILED[key] = compiled, [constants[name] for name in names]
-        if ON_COMPILING is not None and len(_COMPILED) > 1 and time.perf_counter() - begun > LONG:
+        seconds = time.perf_counter() - begun
+        if ON_COMPILING is not None and seconds > (LONG if len(_COMPILED) > 1 else FIRST):
             compile_others, ON_COMPILING = ON_COMPILING, None
             compile_others()
         return

@@ -26,10 +26,11 @@ def _pool_kernel(qkv: Tensor, pools: list[nn.Conv2d], norms: list[nn.LayerNorm],
                  tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     weights = materialize(kernel_weights(*(pool.weight for pool in pools)))
     pooled, tails = [], (None, tail, None)
+    unrolled = torch.compiler.is_compiling()  # else a model's first output would wait for it: eager time is launches
     for x, weight, pool, norm, extra in zip(qkv.chunk(3, -1), weights, pools, norms, tails, strict=True):
         stride, circular = pool.stride[0], pool.padding_mode == "circular"
         affine = norm.weight, norm.bias, norm.eps
-        pooled.append(kernels.pooled(x, weight, *affine, stride, circular, extra, origin))
+        pooled.append(kernels.pooled(x, weight, *affine, stride, circular, extra, origin, unrolled))
     q, k, v = pooled
     return q, k, v
 
