@@ -46,6 +46,11 @@ def test_miou_is_that_of_the_whole_set() -> None:
         miou(by_position, x)
     with pytest.raises(ValueError, match="a pixel has label 9, but there are 3 classes"):
         miou(by_position, (x, labels.clamp_max(9)))
+    with pytest.raises(ValueError, match="a pixel has label -100, but there are 3 classes"):
+        miou(by_position, (x, labels.where(labels != 255, -100)))
+    with pytest.raises(ValueError, match="label 255 is one of 300 classes"):
+        miou(lambda x: torch.zeros(len(x), 300, 6, 8), (x, labels))
+    assert miou(lambda x: torch.eye(300)[labels].movedim(3, 1), (x, labels), ignore_index=-1) == 100.0
     with pytest.raises(ValueError, match="differ in size"):
         miou(by_position, (x, labels[:, :3]))
 
@@ -81,6 +86,8 @@ def test_consistencies_follow_their_definitions() -> None:
     assert 0 < massc(by_position, x, crop=(6, 12), seed=3) < 100  # real pixels come in
     assert massc(lambda x: torch.cat([x, -x], 1), x, crop=(6, 12)) == 100.0  # a pixel's own label, border unseen
     assert massc(lambda x: torch.cat([x - 9, -x], 1), x) == 100.0
+    with pytest.raises(ValueError, match="up to 4 px may share no pixel of 8x16"):  # and would count as agreement
+        massc(by_position, x, max_shift=4)
 
 
 # inference

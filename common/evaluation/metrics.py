@@ -165,10 +165,14 @@ def confusion_matrix(predicted: Tensor, labels: Tensor, classes: int, ignore_ind
     if predicted.shape != labels.shape:
         raise ValueError(f"predictions {tuple(predicted.shape)} and labels {tuple(labels.shape)} differ in size: "
                          "resize the logits or the labels")  # fmt: skip
+    if 0 <= ignore_index < classes:
+        raise ValueError(f"label {ignore_index} is one of {classes} classes, and cannot mark pixels that do not count: "
+                         "mark them by another, ignore_index=-1 for instance")  # fmt: skip
     counted = labels != ignore_index
     labels, predicted = labels[counted].long(), predicted[counted]
-    if labels.numel() and (high := int(labels.max())) >= classes:
-        raise ValueError(f"a pixel has label {high}, but there are {classes} classes and {ignore_index} to ignore")
+    for wrong in (labels.min(), labels.max()) if labels.numel() else ():
+        if not 0 <= wrong < classes:
+            raise ValueError(f"a pixel has label {wrong}, but there are {classes} classes and {ignore_index} to ignore")
     return torch.bincount(labels * classes + predicted, minlength=classes**2).view(classes, classes)
 
 
@@ -195,12 +199,13 @@ def circular_pixel_agreement(model: Model, images: Tensor, index: Tensor, *, max
 
 def standard_pixel_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift: int | None, seed: int,
                              crop: tuple[int, int] | None = None) -> Tensor:  # fmt: skip
-    """(B,) shares, float64, of pixels of image ``index[i]`` with one label, among those that two standard shifts show.
-
-    An image of which two shifts share no pixel counts as one that agrees.
-    """
+    """(B,) shares, float64, of pixels of image ``index[i]`` with one label, among those that both of two standard
+    shifts show."""
     room = _room(images, max_shift, crop)
     height, width = crop or images.shape[-2:]
+    if 2 * room[0] >= height or 2 * room[1] >= width:
+        raise ValueError(f"two shifts of up to {max(room)} px may share no pixel of {height}x{width}: shift less than "
+                         "half a side")  # fmt: skip
     top, left = (images.shape[2] - height) // 2, (images.shape[3] - width) // 2
     margin = (left, images.shape[3] - width - left, top, images.shape[2] - height - top)
     masks = []
@@ -211,8 +216,7 @@ def standard_pixel_agreement(model: Model, images: Tensor, index: Tensor, *, max
         masks.append(standard_shift(mask, -shift, fill=-1)[:, 0])
     seen = (masks[0] >= 0) & (masks[1] >= 0)
     agreed = ((masks[0] == masks[1]) & seen).sum((1, 2)).double()
-    count = seen.sum((1, 2)).double()
-    return torch.where(count > 0, agreed / count.clamp_min(1), 1.0)
+    return agreed / seen.sum((1, 2)).double()
 
 
 def worst_pixel_agreement(model: Model, images: Tensor, reach: int) -> Tensor:
