@@ -127,13 +127,22 @@ class Segmenter(_Model):
         loss: Any = None
         if labels is not None and self.training and self.model.auxiliary_head is not None:  # as transformers' UperNet
             logits, auxiliary = self.model(pixel_values, auxiliary=True)
-            loss = AUXILIARY * F.cross_entropy(auxiliary, labels, ignore_index=IGNORE_INDEX)
+            loss = AUXILIARY * _per_pixel(auxiliary, labels)
         else:
             logits = self.model(pixel_values)
         if labels is not None:
-            loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX) + (0 if loss is None else loss)
+            loss = _per_pixel(logits, labels) + (0 if loss is None else loss)
         output = SemanticSegmenterOutput(loss=loss, logits=logits)
         return output.to_tuple() if return_dict is False else output
+
+
+def _per_pixel(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy, mean over the pixels that count; 0 where none does."""
+    if logits.shape[1] > IGNORE_INDEX:
+        raise ValueError(f"label {IGNORE_INDEX} is one of {logits.shape[1]} classes, and cannot mark pixels that do "
+                         "not count: compute the loss from the logits")  # fmt: skip
+    counted = (labels != IGNORE_INDEX).sum().clamp_min(1)
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") / counted
 
 
 class _Processor(BaseImageProcessor):
@@ -141,6 +150,7 @@ class _Processor(BaseImageProcessor):
 
     model_input_names = ["pixel_values"]  # noqa: RUF012
     kind: ClassVar[Any]
+    upright: ClassVar[bool] = True  # turn images as their EXIF data say
 
     def __init__(self, preprocess: Any) -> None:
         super().__init__()
@@ -166,7 +176,7 @@ class _Processor(BaseImageProcessor):
         if return_tensors not in (None, "pt"):
             raise ValueError(f"return_tensors={return_tensors!r} is not available: tensors are torch's, 'pt'")
         batch = images if isinstance(images, (list, tuple)) or getattr(images, "ndim", 0) == 4 else [images]
-        return BatchFeature({"pixel_values": self.prepare([to_pixels(image) for image in batch])})
+        return BatchFeature({"pixel_values": self.prepare([to_pixels(image, self.upright) for image in batch])})
 
     def prepare(self, images: list[np.ndarray]) -> Tensor:
         raise NotImplementedError
@@ -181,6 +191,7 @@ class ClassifierProcessor(_Processor):
 
 class SegmenterProcessor(_Processor):
     kind = ScenePreprocess
+    upright = False  # a mask lies over the pixels as they are stored
 
     def prepare(self, images: list[np.ndarray]) -> Tensor:
         return self.preprocessing.evaluate([torch.tensor(pixels).permute(2, 0, 1) for pixels in images])
@@ -198,10 +209,10 @@ def _refuse(options: dict[str, Any], why: str) -> None:
         raise ValueError(f"{unknown} do not apply to these images: {why}")
 
 
-def to_pixels(image: Any) -> np.ndarray:
+def to_pixels(image: Any, upright: bool = True) -> np.ndarray:
     """(h, w, 3) uint8."""
     if isinstance(image, Image.Image):
-        return see(image)
+        return see(image, upright)
     pixels = image.permute(1, 2, 0).numpy() if isinstance(image, Tensor) else np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ValueError(f"expected Pillow images, uint8 arrays (h, w, 3) or uint8 tensors (3, h, w), got "

@@ -9,6 +9,7 @@ where in the image the grid of each stage begins; whatever is added or concatena
 logits are rolled back to the image. Pooling into bins, which are fixed to the array, becomes a circular box mean.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
@@ -105,12 +106,25 @@ class UperNet(HubModel):
         if not auxiliary:
             return logits
         if self.auxiliary_head is None:
-            raise ValueError("this model has no auxiliary head: build it with auxiliary_channels > 0")
+            raise ValueError("this model has no auxiliary head: build it with auxiliary_channels > 0, or train it with "
+                             "--auxiliary 0")  # fmt: skip
         return logits, to_grid(self.auxiliary_head(features[-2]), grids[-2], image, "bilinear")
 
     def forward_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(logits, auxiliary logits); under a distributed wrapper call ``model(x, auxiliary=True)`` instead."""
         return self.forward(x, auxiliary=True)
+
+    @classmethod
+    def from_pretrained(cls, source: str | os.PathLike[str], **kwargs: Any) -> "UperNet":
+        model = super().from_pretrained(source, **kwargs)
+        model.fit_input("img_size" in kwargs)
+        return model
+
+    def fit_input(self, resized: bool = False) -> None:
+        if self.stored_input is not None:
+            rows, columns = self.stored_input.get("multiple", (1, 1))
+            fits = {"multiple": (math.lcm(rows, self.multiple[0]), math.lcm(columns, self.multiple[1]))}
+            self.stored_input |= fits | ({"size": self.img_size, "resize": None} if resized else {})
 
     def load_backbone(self, source: str | os.PathLike[str] | Classifier, **hub: Any) -> None:
         """Start from a classifier, default or adaptive: a model, a directory or a Hub id. Its head and the norm before

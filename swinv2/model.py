@@ -165,6 +165,8 @@ class SwinV2(WindowedClassifier):
                  canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
                  score: str = "signed", sketch: int = 4) -> None:  # fmt: skip
         super().__init__(locals())
+        if len(pretrained_window_sizes) != len(depths):
+            raise ValueError(f"{len(depths)} stages, but pretrained_window_sizes is {pretrained_window_sizes}")
         self.patch_embed = PatchEmbed(in_chans=in_chans, dim=embed_dim, size=patch_size, stride=patch_size)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         self.layers = nn.ModuleList(

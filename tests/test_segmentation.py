@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 from segmentation_helpers import balance, build
 from torch import Tensor
 
-from common import create_model, from_pretrained, list_models
+from common import adapt, create_model, from_pretrained, list_models
 from common.evaluation.equivariance import assert_shift_equivariant, dense, shift_error
 from common.evaluation.metrics import mascc
 from common.shifts import roll
 from segmentation import UperNet, convert
 from segmentation.decoder import BoxMean, Level, resample
+from segmentation.preprocess import ScenePreprocess
 
 MICRO = list_models("upernet_*_micro")
 ADAPTIVE_MICRO = list_models("upernet_a_*_micro")
@@ -250,6 +251,22 @@ def test_save_and_load(tmp_path: Path) -> None:
     adaptive = UperNet.from_pretrained(tmp_path, adaptive=True)
     assert adaptive.backbone.adaptive
     assert not torch.equal(adaptive(x), model(x))
+
+
+def test_a_model_made_adaptive_keeps_what_is_frozen_and_takes_its_images(tmp_path: Path) -> None:
+    """Frozen layers would drop paths again; images would be prepared at sizes that the model refuses."""
+    model = build("upernet_swin_micro", drop_path_rate=0.5, drop_rate=0.0)
+    ScenePreprocess(size=(64, 64), resize=(96, 48), multiple=(4, 4)).save(model.save_pretrained(tmp_path))
+    model.backbone.freeze(-1)
+    adapt(model.train())
+    assert not any(module.training for module in model.backbone.patch_embed.modules())
+    assert not any(module.training for module in model.backbone.layers[0].modules())
+    assert model.decode_head.training
+    adapted, larger = UperNet.from_pretrained(tmp_path), UperNet.from_pretrained(tmp_path, img_size=128, adaptive=True)
+    for loaded, size in ((adapt(adapted), (64, 64)), (larger, (128, 128))):
+        preprocess = ScenePreprocess.load(loaded.save_pretrained(tmp_path / "again") / "preprocessor_config.json")
+        assert (preprocess.size, preprocess.multiple) == (size, loaded.multiple)
+        loaded.check_size(preprocess.evaluation_size((30, 40)))
 
 
 def test_what_is_no_backbone_is_refused() -> None:

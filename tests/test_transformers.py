@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, randomize
-from PIL import Image
+from PIL import ExifTags, Image
 from safetensors.torch import load_file
 
 from common import create_model, from_pretrained, list_models
@@ -75,6 +76,9 @@ def test_a_segmenter_gives_our_logits() -> None:
     masks = processor.post_process_semantic_segmentation(output, target_sizes=[(64, 64), (128, 96)])
     assert torch.equal(masks[0], expected[0].argmax(0))
     assert masks[1].shape == (128, 96)
+    turned = Image.fromarray(images[0].permute(1, 2, 0).numpy())
+    turned.getexif()[ExifTags.Base.Orientation] = 6  # masks lie over pixels as they are stored, and as in training
+    assert torch.equal(processor(turned)["pixel_values"], x[:1])
     pipe = transformers.pipeline("image-segmentation", model=UPERNET, device="cpu")
     assert len(pipe(Image.fromarray(images[0].permute(1, 2, 0).numpy()))) >= 2
 
@@ -164,3 +168,5 @@ def test_a_segmenter_trains_its_auxiliary_head() -> None:
     both.backward()
     assert all(p.grad is not None for p in model.model.auxiliary_head.parameters())
     assert both > one
+    assert one.item() == pytest.approx(F.cross_entropy(model(x).logits, labels).item(), rel=1e-5)
+    assert model(x, labels=torch.full_like(labels, 255)).loss == 0

@@ -43,16 +43,19 @@ def adapt(model: M, **options: Any) -> M:
     twin.load_state_dict(model.state_dict(keep_vars=True), strict=True, assign=True)
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(trains[name])
-    before, frozen = dict(model.named_modules()), getattr(model, "frozen", ())
+    before = dict(model.named_modules())
+    names = {module: name for name, module in before.items()}
     for name, module in twin.named_modules():
         module.__dict__.update({hooks: before[name].__dict__[hooks] for hooks in HOOKS if name in before})
-    twin.__dict__["frozen"] = tuple(twin.get_submodule(name) for name, module in before.items() if module in frozen)
+        if hasattr(before.get(name), "frozen"):  # of a segmenter its backbone is
+            module.__dict__["frozen"] = tuple(twin.get_submodule(names[part]) for part in before[name].frozen)
     if isinstance(model, HubModel) and hasattr(model, "head"):
         twin.head = model.head  # which may pool in another way
     model.__class__ = cls  # type: ignore[assignment]
     model.__dict__ = twin.__dict__
     for key, value in kept.items():
         setattr(model, key, value)
+    model.fit_input()  # type: ignore[operator]
     if recomputes:
         model.set_grad_checkpointing()  # type: ignore[operator]
     return model.train(training)

@@ -89,6 +89,9 @@ class HubModel(nn.Module):
         labels = {"id2label": {str(i): name for i, name in enumerate(names)}} if names else {}
         return {"model_type": OURS + self.model_type, **self.config, **labels, **self.timm_config()}
 
+    def fit_input(self, resized: bool = False) -> None:
+        """Have ``stored_input`` describe images that the model takes, if it is adaptive or of another size by now."""
+
     def name_classes(self, names: Sequence[str]) -> None:
         """Set ``class_names``, which are saved with the model."""
         if len(names) != self.config["num_classes"]:
