@@ -14,6 +14,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from segmentation import UperNet
 from segmentation.data import load_scenes
 from segmentation.evaluation import evaluate as evaluate_scenes
 from segmentation.preprocess import ScenePreprocess
+from segmentation.splits import EncodedScenes
 
 CHECKS_NAME = "publish.json"
 CHANCE = 1e-4  # a sample so unlikely under the claimed value refutes it
@@ -70,7 +72,8 @@ class Run:
         for i, batch in enumerate(DataLoader(split, batch_size=size)):
             if i * size >= images:
                 return
-            yield self.preprocess.evaluate(split.fetch(batch)[0].to(self.accelerator.device))
+            pixels, has_size = split.fetch(batch)[0].to(self.accelerator.device), isinstance(split, EncodedScenes)
+            yield self.preprocess.normalise(pixels) if has_size else self.preprocess.evaluate(pixels)
 
     @property
     def is_segmenter(self) -> bool:
@@ -231,8 +234,13 @@ def spread_of_means(split: Any, measure: Callable[..., dict[str, Any]], metrics:
     count = min(GROUPS, len(split))
     if count < 2:
         return dict.fromkeys(metrics, 100.0)
-    values = [measure(take(split, torch.arange(i, len(split), count)), progress=False) for i in range(count)]
-    return {metric: statistics.stdev(v[metric] for v in values) / math.sqrt(count) for metric in metrics}
+    values = []
+    for i in range(count):
+        with suppress(ValueError):  # a part in which no pixel counts
+            values.append(measure(take(split, torch.arange(i, len(split), count)), progress=False))
+    if len(values) < 2:
+        return dict.fromkeys(metrics, 100.0)
+    return {metric: statistics.stdev(v[metric] for v in values) / math.sqrt(len(values)) for metric in metrics}
 
 
 def plausible(claim: float, size: int, total: int) -> tuple[float, float]:

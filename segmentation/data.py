@@ -1,10 +1,11 @@
 """Scenes with a label per pixel, by name: digit scenes made here, folders, ADE20K, the Hub.
 
-A parquet folder has ``train*.parquet`` and ``test*``, ``val*`` or ``validation*.parquet`` (also under ``data/``), with
-an image column (``image`` or ``img``) and a column of label images (``label``, ``annotation`` or ``mask``). ADE20K's
-own tree has ``images/training``, ``annotations/training`` and the same under ``validation``. ``classes.txt`` in either
-names the classes of your own, one a line: class c is number c in label images, from 0, and 255 does not count. Small
-sets of one size are decoded once, into memory; others stay encoded for the loader's workers.
+A parquet folder has ``train.parquet`` (or ``train-NUMBER.parquet``) and the same of ``test``, ``validation`` or
+``val``: the first that is there is evaluated (of a Hub data set ``validation`` comes first). They may lie under
+``data/``, and have an image column (``image`` or ``img``) and a column of label images (``label``, ``annotation`` or
+``mask``). ADE20K's own tree has ``images/training``, ``annotations/training`` and the same under ``validation``.
+``classes.txt`` in either names the classes of your own, one a line: class c is number c in label images, from 0, and
+255 does not count. Small sets of one size are decoded once, into memory; others stay encoded for the loader's workers.
 """
 
 import warnings
@@ -26,6 +27,7 @@ from common.data.sources import (
     find_column,
     import_datasets,
     open_image,
+    parquet_files,
 )
 from common.data.splits import load_digits_data
 from common.evaluation.metrics import IGNORE_INDEX
@@ -118,10 +120,9 @@ def load_split(folder: Path, names: Sequence[str], labelling: Labelling) -> Pixe
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    found = ([*folder.glob(f"{name}*.parquet"), *folder.glob(f"data/{name}*.parquet")] for name in names)
-    files = sorted(next((files for files in found if files), []))
+    files = next(filter(None, (parquet_files(folder, name) for name in names)), [])
     if not files:
-        raise FileNotFoundError(f"{folder} has no {'/'.join(names)}*.parquet (nor ADE20K's 'images' folder); it holds "
+        raise FileNotFoundError(f"{folder} has no {' or '.join(names)}.parquet, nor ADE20K's 'images' folder; it holds "
                                 f"{sorted(p.name for p in folder.iterdir())[:8]}")  # fmt: skip
     try:
         have = pq.read_schema(files[0]).names

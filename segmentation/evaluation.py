@@ -1,9 +1,12 @@
 """One evaluation for all segmenters: counts over a split, gathered over processes without counting padding twice."""
 
 import argparse
+import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,8 @@ from tqdm.auto import tqdm
 
 from common.data.preprocess import PREPROCESSOR_NAME
 from common.data.workers import outlive_sigterm
-from common.evaluation.evaluate import compare_names
-from common.evaluation.flags import count
+from common.evaluation.evaluate import compare_names, warn_of_fresh_weights
+from common.evaluation.flags import check_precision, count
 from common.evaluation.metrics import (
     circular_pixel_agreement,
     confusion_matrix,
@@ -67,7 +70,7 @@ def evaluate(model: Model, split: PixelSplit, preprocess: ScenePreprocess, metri
     total = 0
     for batch in tqdm(loader, desc="evaluate", leave=False, disable=not (progress and accelerator.is_main_process)):
         pixels, labels, index = split.fetch(batch)
-        images = preprocess.evaluate(pixels)
+        images = preprocess.evaluate(pixels) if in_memory else preprocess.normalise(pixels)  # others have their size
         outcomes = []
         with torch.no_grad(), accelerator.autocast():
             for kind, reach in parsed.values():
@@ -129,12 +132,14 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
 
     if args.compare and not args.pictures:
         raise ValueError("--compare draws a second model beside the first: say where with --pictures DIR")
-    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    accelerator = check_precision(Accelerator(mixed_precision=args.mixed_precision))
     split = load_scenes(args.data)[1].head(args.limit)
     networks, preprocess = {}, None
     for source in filter(None, (args.model, args.compare)):
         network, stored = load_for_evaluation(source, len(split.classes))
-        networks[source], preprocess = network.to(accelerator.device), preprocess or stored
+        networks[source] = network.to(accelerator.device)
+        fresh = source in list_models()  # which takes what the other one takes
+        preprocess = stored if preprocess is None else preprocess if fresh else together(preprocess, stored)
         compare_names(network.class_names, split.classes)
     assert preprocess is not None
     models: dict[str, Model] = dict(networks)
@@ -169,6 +174,7 @@ def load_for_evaluation(source: str, classes: int) -> tuple[UperNet, ScenePrepro
     """A segmenter by directory, Hub id or name, and the preprocessing stored beside it (else the model's own size)."""
     named = source in list_models()
     model = create_model(source, num_classes=classes) if named else from_pretrained(source)
+    warn_of_fresh_weights(source) if named else None
     if not isinstance(model, UperNet):
         raise TypeError(f"{source} is a {type(model).__name__}, no segmenter: use its own folder's evaluate.py")
     if model.num_classes != classes:
@@ -178,8 +184,17 @@ def load_for_evaluation(source: str, classes: int) -> tuple[UperNet, ScenePrepro
         if not named:
             return model.eval(), ScenePreprocess.load(resolve_file(source, PREPROCESSOR_NAME))
     except (FileNotFoundError, EntryNotFoundError):
-        pass
+        warnings.warn(f"{source} has no {PREPROCESSOR_NAME}: images are normalised as ImageNet's", stacklevel=2)
     return model.eval(), ScenePreprocess(size=model.img_size, multiple=model.multiple)
+
+
+def together(one: ScenePreprocess, other: ScenePreprocess) -> ScenePreprocess:
+    """What prepares images for two models at once: sides that both take."""
+    rows, columns = (math.lcm(*pair) for pair in zip(one.multiple, other.multiple, strict=True))
+    if (same := replace(one, multiple=(rows, columns))) != replace(other, multiple=(rows, columns)):
+        raise ValueError(f"--compare draws both models on the same images, but they take different ones: {one} and "
+                         f"{other}")  # fmt: skip
+    return same
 
 
 def draw(models: Mapping[str, Model], split: PixelSplit, preprocess: ScenePreprocess, directory: Path, count: int,
@@ -192,8 +207,10 @@ def draw(models: Mapping[str, Model], split: PixelSplit, preprocess: ScenePrepro
     chosen = torch.linspace(0, len(split) - 1, min(count, len(split)), dtype=torch.float64).round().long()
     groups: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
     for i in chosen.tolist():
-        pixels = split.images[i] if isinstance(split, Scenes) else split[i][0].to(device)
-        image = preprocess.evaluate(pixels[None])
+        if isinstance(split, Scenes):
+            image = preprocess.evaluate(split.images[i][None])
+        else:
+            image = preprocess.normalise(split[i][0].to(device)[None])
         groups.setdefault((image.shape[2], image.shape[3]), []).append((i, image))
     rows = []
     for (height, width), scenes in groups.items():

@@ -1,5 +1,6 @@
 """Splits with a label per pixel: in memory, or decoded on demand."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from common.evaluation.metrics import IGNORE_INDEX
 from .labels import Labelling
 from .preprocess import ScenePreprocess, resize_image
 
-__all__ = ["EncodedScenes", "PixelSplit", "Scenes"]
+__all__ = ["EncodedScenes", "PixelSplit", "Scenes", "check_labels"]
 
 
 class PixelSplit(Split):
@@ -113,6 +114,24 @@ class EncodedScenes(PixelSplit):
 
     def prepared(self, preprocess: Any, seed: int = 0) -> "EncodedScenes":
         return replace(self, preprocess=preprocess, seed=seed)
+
+
+def check_labels(split: PixelSplit, where: str, classes: int, sample: int = 64) -> None:
+    """Raise a ValueError where pixels of fewer classes count than must be; warn of classes that do not occur. Of scenes
+    that are decoded on demand, a few are looked at."""
+    whole, counts = isinstance(split, Scenes), torch.zeros(IGNORE_INDEX + 1, dtype=torch.long)
+    for i in range(len(split)) if whole else spread(len(split), sample):
+        with suppress(ValueError):  # what cannot be read is named where it is used
+            labels = split.labels[i] if whole else split.decode(i)[1]  # type: ignore[attr-defined]
+            counts += torch.bincount(labels.flatten(), minlength=IGNORE_INDEX + 1)
+    present = {c for c in counts.nonzero().flatten().tolist() if c != IGNORE_INDEX}
+    if counts.any() and len(present) < classes:
+        found = f"no pixel but of class {split.classes[present.pop()]!r}" if present else "no pixel that counts"
+        raise ValueError(f"{where} has {found}. Label {IGNORE_INDEX} does not count: number the classes from 0, two "
+                         "classes 0 and 1")  # fmt: skip
+    absent = [name for c, name in enumerate(split.classes) if c not in present]
+    if whole and classes > 1 and absent:
+        warnings.warn(f"{where} has no pixel of {', '.join(absent)[:200]}", stacklevel=2)
 
 
 def decode_labels(content: bytes) -> np.ndarray:

@@ -20,7 +20,7 @@ from .data import load_scenes
 from .evaluation import evaluate, parse_metric
 from .model import UperNet
 from .preprocess import ScenePreprocess
-from .splits import PixelSplit
+from .splits import PixelSplit, check_labels
 
 __all__ = ["Segmentation", "SegmentationRecipe"]
 
@@ -51,7 +51,17 @@ class Segmentation(Task[SegmentationRecipe]):
         super().__init__(recipe, options, accelerator)
         for name in recipe.metrics:
             parse_metric(name)  # now: else a misspelt one ends the run after its last step
+        if recipe.max_class_share > 1:
+            raise ValueError(f"--max_class_share {recipe.max_class_share:g} is no share: give 0.75 for 75 %")
+        if recipe.ratio_range is not None and recipe.ratio_range[0] > recipe.ratio_range[1]:
+            raise ValueError(f"--ratio_range {recipe.ratio_range} runs downwards: give the lower end first")
+        together = accelerator.num_processes * options.gradient_accumulation_steps
+        if recipe.batch_size < 2 * together and not self.batches_are_joined():
+            raise ValueError(f"--batch_size {recipe.batch_size} in {together} parts leaves scenes alone: batch norm "
+                             "needs two in each part")  # fmt: skip
         train, test = self.load()
+        check_labels(train, f"the training split of {recipe.data}", classes=2)
+        check_labels(test, f"the evaluation split of {recipe.data}", classes=1)
         self.model = self.build(len(train.classes))
         warn_of_misfit(recipe, recipe.resize or self.model.img_size, train, accelerator)
         self.model.name_classes(train.classes)
@@ -81,7 +91,8 @@ class Segmentation(Task[SegmentationRecipe]):
             arguments["drop_path_rate"] = recipe.drop_path
         model = create_model(recipe.model, **arguments)
         if not isinstance(model, UperNet):
-            raise TypeError(f"{recipe.model} is no segmenter: see {recipe.model.split('_')[0]}/train.py")
+            folder = recipe.model.removeprefix("a_").split("_")[0]
+            raise TypeError(f"{recipe.model} is no segmenter: see {folder}/train.py")
         if recipe.backbone:
             try:
                 model.load_backbone(recipe.backbone)
@@ -95,9 +106,13 @@ class Segmentation(Task[SegmentationRecipe]):
             self.accelerator.print(f"weights of {recipe.pretrained}{said}")
         model.backbone.freeze(recipe.freeze)
         model.set_grad_checkpointing(self.options.gradient_checkpointing)
-        if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cuda":
+        if self.batches_are_joined():
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place: a few crops per process are too few
         return model
+
+    def batches_are_joined(self) -> bool:
+        """Whether batch norm sees the scenes of all processes."""
+        return self.accelerator.num_processes > 1 and self.accelerator.device.type == "cuda"
 
     def inputs(self, batch: Any, epoch: int, number: int) -> tuple[Tensor, Tensor]:
         images, labels, index = self.train_split.fetch(batch)

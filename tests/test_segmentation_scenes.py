@@ -80,6 +80,17 @@ def test_the_tree_of_ade20k_and_the_hub(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(split.decode(0), train.decode(0), strict=True))
 
 
+def test_splits_are_told_apart_by_whole_names(tmp_path: Path) -> None:
+    """A folder with ``trainval`` would train on what it is measured on."""
+    for name, seed in (("train-00000-of-00002", 0), ("train-00001-of-00002", 1), ("trainval", 2), ("train_small", 3),
+                       ("val", 4), ("val_small", 5)):  # fmt: skip
+        write_parquet(tmp_path / f"{name}.parquet", [scene(seed)])
+    train, test = load_scenes(str(tmp_path))
+    assert (len(train), len(test)) == (2, 1)
+    write_parquet(tmp_path / "validation.parquet", [scene(6), scene(7)])
+    assert len(load_scenes(str(tmp_path))[1]) == 2
+
+
 def test_a_folder_names_its_own_classes(tmp_path: Path) -> None:
     """Else photographs of several sizes have no classes, and a tree is taken for ADE20K, each label one off."""
     for part in ("train", "val"):
@@ -105,7 +116,7 @@ def test_broken_scenes_are_named(tmp_path: Path) -> None:
     good = [scene(i) for i in range(3)]
     with pytest.raises(FileNotFoundError, match="no data folder .*missing"):
         load_scenes(str(tmp_path / "missing"))
-    with pytest.raises(FileNotFoundError, match=r"has no train\*.parquet .*it holds"):
+    with pytest.raises(FileNotFoundError, match=r"has no train.parquet, .*it holds"):
         load_scenes(str(tmp_path))
     write_parquet(tmp_path / "test.parquet", good)
     for rows, message in (

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from PIL import Image
 from safetensors.torch import load_file
-from segmentation_helpers import scene, write_parquet
+from segmentation_helpers import encode, scene, write_parquet
 from torch import Tensor
 
 from common import create_model
@@ -30,7 +32,7 @@ from segmentation.evaluation import main as evaluate_cli
 from segmentation.preprocess import ScenePreprocess
 from segmentation.recipes import RECIPES
 from segmentation.reproduce import KNOWN, SCALES, rescale
-from segmentation.splits import EncodedScenes
+from segmentation.splits import EncodedScenes, decode_labels
 from segmentation.task import Segmentation, SegmentationRecipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,6 +150,17 @@ def test_evaluation_from_the_command_line_draws(reference: Path, tmp_path: Path)
     AcceleratorState._reset_state(True)
     windows = ["--model", str(reference), "--limit", "2", "--slide", "32", "32", "--mixed_precision", "bf16"]
     assert evaluate_cli("", windows)["images"] == 2
+    other = tmp_path / "other"
+    shutil.copytree(reference, other)
+    stored = json.loads((other / "preprocessor_config.json").read_text())
+    (other / "preprocessor_config.json").write_text(json.dumps(stored | {"std": [1.0, 1.0, 1.0]}))
+    with pytest.raises(ValueError, match="they take different ones"):
+        evaluate_cli("", ["--model", str(reference), "--compare", str(other), "--pictures", str(tmp_path / "two")])
+    (other / "preprocessor_config.json").unlink()
+    with pytest.warns(UserWarning, match="has no preprocessor_config.json: images are normalised as ImageNet's"):
+        evaluate_cli("", ["--model", str(other), "--limit", "1", "--metrics", "miou"])
+    with pytest.warns(UserWarning, match="fresh weights: segmentation/checkpoints/upernet_a_swin_micro is trained"):
+        evaluate_cli("", ["--model", "upernet_a_swin_micro", "--limit", "1", "--metrics", "miou"])
     with pytest.raises(ValueError, match="unknown metric 'top1': choose among miou"):
         evaluate_cli("", ["--model", str(reference), "--metrics", "top1"])
     with pytest.raises(TypeError, match="is a Swin, no segmenter"):
@@ -202,10 +215,57 @@ def test_bad_runs_are_explained(tmp_path: Path) -> None:
         (("--model", "a_swin_micro"), TypeError, "a_swin_micro is no segmenter"),
         (("--streaming",), ValueError, "neither streamed nor skipped"),
         (("--expected_rows", "9", "9", "11"), ValueError, "1,000 training images instead of 9"),
+        (("--model", "a_swin_micro"), TypeError, "see swin/train.py"),
+        (("--batch_size", "1"), ValueError, "batch norm needs two in each part"),
+        (("--gradient_accumulation_steps", "8"), ValueError, "--batch_size 4 in 8 parts"),
+        (("--max_class_share", "75"), ValueError, "is no share: give 0.75"),
+        (("--ratio_range", "2", "0.5"), ValueError, "runs downwards"),
+        (("--mixed_precision", "fp16"), ValueError, "fp16 is not available on cpu"),
     ):
         AcceleratorState._reset_state(True)
         with pytest.raises(error, match=message):
             run(tmp_path / "out", *flags)
+    for flags in (("--resize", "0", "0"), ("--ratio_range", "-1", "0.5"), ("--auxiliary", "-0.4")):
+        with pytest.raises(SystemExit):
+            run(tmp_path / "out", *flags)
+
+
+def test_masks_that_tell_nothing_apart_are_refused(tmp_path: Path) -> None:
+    """Masks of 0 and 255, as many tools write them, would train a model that never sees its object."""
+    object_as_255 = [(image, encode(np.where(decode_labels(labels) > 2, 255, 0).astype(np.uint8)))
+                     for image, labels in (scene(i, (32, 32)) for i in range(4))]  # fmt: skip
+    ignored = [(image, encode(np.full((32, 32), 255, np.uint8))) for image, _ in object_as_255]
+    for name, learnt, measured, message in (
+        ("one", object_as_255, [scene(0, (32, 32))], "training split .* no pixel but of class 'bg'. Label 255"),
+        ("none", [scene(i, (32, 32), 2) for i in range(4)], ignored, "evaluation split .* no pixel that counts"),
+    ):
+        write_parquet(tmp_path / name / "train.parquet", learnt)
+        write_parquet(tmp_path / name / "val.parquet", measured)
+        (tmp_path / name / "classes.txt").write_text("\n".join(["bg", *"abcd"]))
+        AcceleratorState._reset_state(True)
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path / "out", "--data", str(tmp_path / name))
+    AcceleratorState._reset_state(True)
+    write_parquet(tmp_path / "none/val.parquet", [scene(5, (32, 32), classes=2)])
+    with pytest.warns(UserWarning, match="training split of .* has no pixel of b, c, d"):
+        run(tmp_path / "out", "--data", str(tmp_path / "none"), "--size", "32", "32")
+
+
+def test_scenes_are_resized_once_for_evaluation(tmp_path: Path) -> None:
+    """A second time, their size would be another: 64 x 96 became 64 x 64."""
+    for part in ("train", "val"):
+        write_parquet(tmp_path / f"camvid/{part}.parquet", [scene(i, (33 + i, 20), classes=11) for i in range(3)])
+    split = load_scenes(str(tmp_path / "camvid"))[1]
+    preprocess = ScenePreprocess(size=(64, 64), resize=(40, 200), multiple=(32, 32))
+    seen: list[tuple[int, ...]] = []
+
+    def model(x: Tensor) -> Tensor:
+        seen.append(tuple(x.shape[2:]))
+        return torch.zeros(len(x), 11, *x.shape[2:])
+
+    AcceleratorState._reset_state(True)
+    evaluate(model, split, preprocess, ["miou"])
+    assert seen == [preprocess.evaluation_size((33 + i, 20)) for i in range(3)]
 
 
 @pytest.mark.parametrize("name", RECIPES)

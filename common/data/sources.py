@@ -1,16 +1,18 @@
 """Data sets from disk, read without any other library's loader: folders of parquet files, trees of images; and from
 the Hub.
 
-A parquet folder has ``train*.parquet`` and ``test*``, ``val*`` or ``validation*.parquet`` (also under ``data/``), with
-an image column (``img`` or ``image``: bytes, or a struct with ``bytes``) and a label column. An image tree has
-``train/CLASS/FILE`` and ``val/CLASS/FILE`` (or ``test``, ``validation``). Labels number the classes from 0, or name
-them: names become classes in sorted order. What an image shows is what a person sees of it (``decode_image``).
+A parquet folder has ``train.parquet`` or ``train-NUMBER.parquet``, and the same of ``test``, ``validation`` or ``val``
+(also under ``data/``): the first that is there is evaluated. It has an image column (``img`` or ``image``: bytes, or a
+struct with ``bytes``) and a label column. An image tree has ``train/CLASS/FILE`` and ``val/CLASS/FILE`` (or ``test``,
+``validation``). Labels number the classes from 0, or name them: names become classes in sorted order. What an image
+shows is what a person sees of it (``decode_image``).
 
 Small images of one size are decoded once, into memory; others stay encoded for the loader's workers.
 """
 
 import io
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -159,15 +161,21 @@ def from_dataset(dataset: Any, name: str, skip_broken: bool = False) -> Split:
 def load_split(folder: Path, names: Iterable[str], skip_broken: bool = False) -> Split:
     """The first split of a folder that goes by one of ``names``."""
     for name in names:
-        files = sorted([*folder.glob(f"{name}*.parquet"), *folder.glob(f"data/{name}*.parquet")])
-        if files:
+        if files := parquet_files(folder, name):
             return _read_parquet(files, skip_broken)
         if (folder / name).is_dir():
             return _read_tree(folder / name, skip_broken)
     found = sorted(p.name for p in folder.iterdir())[:8]
     raise FileNotFoundError(
-        f"{folder} has neither {'/'.join(names)}*.parquet nor such a folder of images; it holds {found}"
+        f"{folder} has neither {'/'.join(names)}.parquet, nor such parts with numbers, nor such a folder of images; it "
+        f"holds {found}"
     )
+
+
+def parquet_files(folder: Path, name: str) -> list[Path]:
+    """The files of a split: NAME.parquet or, of parts, NAME-NUMBER.parquet. ``trainval`` is no part of ``train``."""
+    found = sorted([*folder.glob(f"{name}*.parquet"), *folder.glob(f"data/{name}*.parquet")])
+    return [file for file in found if re.fullmatch(r"([-_.]?\d[\w.-]*)?\.parquet", file.name.removeprefix(name))]
 
 
 def _read_parquet(files: list[Path], skip_broken: bool) -> Split:

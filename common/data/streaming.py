@@ -22,6 +22,7 @@ from .sources import (
     from_dataset,
     import_datasets,
     load_split,
+    parquet_files,
     read_labels,
 )
 from .splits import Batch, Encoded, Split
@@ -105,9 +106,9 @@ def load_stream(name: str, skip_broken: bool = False) -> tuple[Stream, Split]:
     if folder.is_dir():
         import pyarrow.parquet as pq
 
-        files = sorted([*folder.glob("train*.parquet"), *folder.glob("data/train*.parquet")])
+        files = parquet_files(folder, "train")
         if not files:
-            raise FileNotFoundError(f"{folder} has no train*.parquet to stream: leave out --streaming")
+            raise FileNotFoundError(f"{folder} has no train.parquet to stream: leave out --streaming")
         paths = [str(file) for file in files]
         train = datasets.load_dataset("parquet", data_files={"train": paths}, split="train", streaming=True)
         count = sum(pq.read_metadata(file).num_rows for file in files)

@@ -28,6 +28,7 @@ from ..data.splits import Split
 from ..models.classifier import Classifier
 from .evaluate import evaluate, load_for_evaluation
 from .exactness import PRECISIONS, count_identical
+from .flags import check_precision
 from .perturb import ShiftAverage
 from .tables import write_json
 from .tokens import plot_token_errors, token_errors
@@ -103,7 +104,7 @@ def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = N
                **options: Any) -> dict[str, Any]:  # fmt: skip
     """``battery`` of a trained model by its directory or Hub id, with what its training wrote beside it (recipe,
     settings, seed, seconds); written to ``target``, a figure of token errors beside that."""
-    accelerator = Accelerator(mixed_precision=mixed_precision)
+    accelerator = check_precision(Accelerator(mixed_precision=mixed_precision))
     split = load_data(data)[1].head(limit)
     model, preprocess = load_for_evaluation(str(source), len(split.classes), **(arguments or {}))
     if not isinstance(model, Classifier):

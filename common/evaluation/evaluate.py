@@ -19,9 +19,10 @@ from ..data.preprocess import PREPROCESSOR_NAME, Preprocess, check_finite
 from ..data.sources import load_data, shown
 from ..data.splits import Arrays, Split
 from ..data.workers import outlive_sigterm
+from ..models.classifier import Classifier
 from ..models.hub import embedded, resolve_file
 from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
-from .flags import count
+from .flags import check_precision, count
 from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
 from .perturb import PERTURBATIONS, ShiftAverage
 from .tables import format_table, precision_name, write_json
@@ -130,7 +131,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser.add_argument("--json", help="file to write the results to")
     args = parser.parse_args(arguments)
 
-    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    accelerator = check_precision(Accelerator(mixed_precision=args.mixed_precision))
     split = load_data(args.data, args.skip_broken)[1].head(args.limit)
     model, preprocess = load_for_evaluation(
         args.model, len(split.classes), args.resize, **parse_arguments(args.model_args)
@@ -167,12 +168,12 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
         model, preprocess = from_timm(source.removeprefix("timm:"), **arguments)
     elif source in list_models():
         model = create_model(source, num_classes=classes, **arguments)
-        found = embedded(source)
-        trained = f": {found.parents[1].name}/checkpoints/{source} is trained" if found else ""
-        warnings.warn(f"{source} is the name of a model: it has fresh weights{trained}", stacklevel=2)
+        warn_of_fresh_weights(source)
         preprocess = Preprocess(size=model.img_size)
     else:
         model = from_pretrained(source, **arguments)
+        if not isinstance(model, Classifier):
+            raise TypeError(f"{source} is a {type(model).__name__}, no classifier: use segmentation/evaluate.py")
         try:
             preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
         except (FileNotFoundError, EntryNotFoundError):
@@ -184,6 +185,13 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
         raise ValueError(f"{source} has {has} classes, but the data have {classes}: fine-tune it on them, or "
                          "evaluate on its own data")  # fmt: skip
     return model, replace(preprocess, resize=resize) if resize else preprocess
+
+
+def warn_of_fresh_weights(source: str) -> None:
+    """Where a name of a model is given, and not a trained one."""
+    found = embedded(source)
+    trained = f": {found.parents[1].name}/checkpoints/{source} is trained" if found else ""
+    warnings.warn(f"{source} is the name of a model: it has fresh weights{trained}", stacklevel=3)
 
 
 def from_timm(name: str, **arguments: Any) -> tuple[nn.Module, Preprocess]:

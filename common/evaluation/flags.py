@@ -3,8 +3,9 @@
 import argparse
 
 import torch
+from accelerate import Accelerator
 
-__all__ = ["count", "present_device"]
+__all__ = ["check_precision", "count", "present_device"]
 
 
 def count(text: str) -> int:
@@ -12,6 +13,13 @@ def count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return int(text)
+
+
+def check_precision(accelerator: Accelerator) -> Accelerator:
+    """The same, if it computes in the precision it was asked for: Accelerate leaves fp16 out on a CPU, silently."""
+    if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
+        raise ValueError(f"--mixed_precision fp16 is not available on {accelerator.device}: use bf16 or no")
+    return accelerator
 
 
 def present_device(text: str) -> str:

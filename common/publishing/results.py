@@ -76,7 +76,7 @@ def measured(results: Mapping[str, Any]) -> dict[str, float]:
 def data_of(results: Mapping[str, Any]) -> tuple[str | None, str, str]:
     """The row of ``DATA`` of a run's data set; of one that is not there, its name."""
     name = Path(results["settings"]["data"].partition("@")[0]).name
-    identifier, data, split = DATA.get(name.lower(), (None, name, "test"))
+    identifier, data, split = DATA.get(name.lower(), (None, name, "evaluation"))
     return identifier, f"scenes of {data}" if data == DIGITS and is_segmenter(results) else data, split
 
 

@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 from ..data.splits import Arrays, EpochSampler
 from ..data.streaming import Stream
 from ..data.workers import outlive_sigterm
+from ..evaluation.flags import check_precision
 from ..evaluation.plots import plot_curves
 from ..evaluation.tables import format_table, write_json
 from ..models.hub import HubModel
@@ -75,7 +76,7 @@ def _accelerator(options: RunOptions) -> Accelerator:
         dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode=options.compile_mode) if options.compile else None,
     )
     try:
-        return Accelerator(**settings)
+        return check_precision(Accelerator(**settings))
     except ValueError as error:  # a precision, a tracker or a set of processes that is not available here
         raise ValueError(f"Accelerate cannot be set up: {error}") from error
 

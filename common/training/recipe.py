@@ -123,12 +123,12 @@ class RunOptions:
 
 LEAST: Mapping[str, float] = {
     **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "eval_batch_size", "checkpoints_total_limit",
-                     "limit"), 1),
-    **dict.fromkeys(("lr", "std", "layer_decay"), 1e-30),
+                     "limit", "resize", "size"), 1),
+    **dict.fromkeys(("lr", "std", "layer_decay", "ratio_range", "max_class_share"), 1e-30),
     **dict.fromkeys(("epochs", "steps", "lr_batch", "warmup_epochs", "warmup_steps", "warmup_lr", "min_lr",
                      "weight_decay", "betas", "clip_grad", "drop_path", "ema_decay", "seed", "label_smoothing", "mixup",
                      "cutmix", "shift", "erase", "cpu_threads", "dataloader_num_workers", "eval_every",
-                     "checkpointing_steps", "checkpointing_minutes", "max_skipped"), 0),
+                     "checkpointing_steps", "checkpointing_minutes", "max_skipped", "auxiliary", "multiple"), 0),
 }  # fmt: skip
 BELOW: Mapping[str, float] = {**dict.fromkeys(("betas", "drop_path", "ema_decay", "label_smoothing"), 1), "seed": 2**32}
 """Bounds of flags: else a number that makes no sense fails far from here, or trains something else."""
