@@ -215,13 +215,22 @@ def test_sampling_depends_on_seed_and_epoch() -> None:
     assert list(sampler) == first
 
 
-def test_reproduce_and_evaluate_from_the_command_line(tmp_path: Path, call: Callable[..., None]) -> None:
+def test_reproduce_and_evaluate_from_the_command_line(tmp_path: Path, call: Callable[..., None],
+                                                      capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     """A minute's version of the paper's rows, and the evaluation of a model it leaves behind."""
     call("swin/reproduce.py", "--scale", "smoke", "--rows", "cifar10", "cifar10_default", "--output_dir", str(tmp_path))
     rows = json.loads((tmp_path / "smoke.json").read_text())
     assert [row["model"] for row in rows] == ["a_swin_micro", "swin_micro"]
     assert rows[0]["c_cons ours"] == 100.0
     assert rows[0]["top1 paper"] == 93.39
+    capsys.readouterr()
+    call("swin/reproduce.py", "--scale", "smoke", "--rows", "cifar10_default", "--seeds", "0", "1", "--output_dir",
+         str(tmp_path))  # fmt: skip
+    rows = json.loads((tmp_path / "smoke.json").read_text())  # seed 0 was trained already
+    first, second = (row["top1 ours"] for row in rows if row["row"] == "cifar10_default")
+    assert (tmp_path / "smoke" / "swin_micro_cifar10_default_seed1" / "model.safetensors").exists()
+    assert first != second
+    assert f"{(first + second) / 2:.2f} ± {abs(first - second) / 2**0.5:.2f}" in capsys.readouterr().out
     call("swin/evaluate.py", "--model", str(tmp_path / "smoke" / "a_swin_micro_cifar10"), "--metrics", "top1", "c_cons",
          "c_cons_worst@2", "--limit", "50", "--json", str(tmp_path / "evaluation.json"))  # fmt: skip
     measured = json.loads((tmp_path / "evaluation.json").read_text())

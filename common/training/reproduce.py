@@ -3,8 +3,11 @@
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby, product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,6 +61,9 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
     parser.add_argument(
         "--battery", action="store_true", help="all that the tables need of a classifier, as battery.json"
     )
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0], help="one training each: the paper's CIFAR has five"
+    )
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     args = parser.parse_args(arguments)
 
@@ -65,37 +71,49 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
     if args.battery and not all(isinstance(recipes[row], Recipe) for row in args.rows):
         raise ValueError("--battery measures classifiers: leave it out for segmenters")
 
-    def directory(row: str) -> Path:
+    def directory(row: str, seed: int) -> Path:
         name = "_".join([rescale(recipes[row], args.scale).model, row, *args.model_args])
-        return args.output_dir / args.scale / name
+        return args.output_dir / args.scale / (f"{name}_seed{seed}" if seed else name)
 
     smoke = args.scale == "smoke"
     table = []
-    for name in args.rows:
-        recipe = rescale(recipes[name], args.scale)
-        recipe = replace(recipe, model_args={**recipe.model_args, **model_args})
+    for name, seed in product(args.rows, args.seeds):
+        recipe, output = rescale(recipes[name], args.scale), directory(name, seed)
+        recipe = replace(recipe, model_args={**recipe.model_args, **model_args}, seed=seed)
         expected = None if smoke else known.get(recipe.data)
         if args.data and not smoke:
             recipe = replace(recipe, data=args.data)
         if recipe.pretrained and recipe.pretrained.startswith("row:"):  # a row that starts from another one's weights
-            recipe = replace(recipe, pretrained=str(directory(recipe.pretrained.removeprefix("row:"))))
-        results = _finished(directory(name), recipe) or train(name, recipe, RunOptions(
-            output_dir=str(directory(name)), mixed_precision=args.mixed_precision, compile=args.compile,
+            recipe = replace(recipe, pretrained=str(directory(recipe.pretrained.removeprefix("row:"), seed)))
+        results = _finished(output, recipe) or train(name, recipe, RunOptions(
+            output_dir=str(output), mixed_precision=args.mixed_precision, compile=args.compile,
             limit=160 if smoke else None, expected_rows=expected, resume_from_checkpoint="latest",
             checkpointing_minutes=0 if smoke else 10), task)  # fmt: skip
         if args.battery and isinstance(recipe, Recipe):
-            battery_of(directory(name), recipe.data, mixed_precision=args.mixed_precision, compile=args.compile,
+            battery_of(output, recipe.data, mixed_precision=args.mixed_precision, compile=args.compile,
                        limit=8 if smoke else None, exact_images=8 if smoke else 1000, crop=recipe.crop,
-                       seed=recipe.seed, target=directory(name) / "battery.json")  # fmt: skip
+                       seed=recipe.seed, target=output / "battery.json")  # fmt: skip
         length = {"steps": recipe.steps} if recipe.steps else {"epochs": recipe.epochs}
-        row: dict[str, Any] = {"row": name, "model": recipe.model, **model_args, **length}
+        row: dict[str, Any] = {"row": name, "model": recipe.model, **model_args, **length, "seed": seed}
         for metric in dict.fromkeys(metric for other in rows for metric in recipes[other].target):
             row |= {f"{metric} paper": recipe.target.get(metric, "-"), f"{metric} ours": results.get(metric)}
         table.append(row)
-        _add(args.output_dir / f"{args.scale}.json", row, ("row", "model", *model_args))
-    print(format_table(table))
+        _add(args.output_dir / f"{args.scale}.json", row, ("row", "model", "seed", *model_args))
+    print(format_table(table if len(args.seeds) < 2 else _means(table)))
     print(f"all rows of this scale: {args.output_dir / args.scale}.json")
     return table
+
+
+def _means(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for all seeds of one: means and deviations of what was measured."""
+    rows = []
+    for _, group in groupby(table, itemgetter("row")):
+        first, *others = group
+        values = {key: [row[key] for row in (first, *others)] for key in first if key.endswith(" ours")}
+        means = {key: f"{statistics.mean(each):.2f} ± {statistics.stdev(each):.2f}"
+                 for key, each in values.items() if None not in each}  # fmt: skip
+        rows.append({**first, **means, "seed": f"{1 + len(others)} seeds"})
+    return rows
 
 
 def _add(path: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
