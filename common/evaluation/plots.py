@@ -2,10 +2,11 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["plot_curves", "read_log"]
+__all__ = ["plot_curves", "plot_pairs", "read_log"]
 
 
 def read_log(log: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -41,3 +42,22 @@ def plot_curves(log: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     if right.get_legend_handles_labels()[0]:
         right.legend(frameon=False)
     figure.savefig(target, dpi=150)
+
+
+def plot_pairs(pairs: Mapping[tuple[str, ...], Sequence[list[dict[str, Any]]]], metrics: Mapping[str, str],
+               target: str | os.PathLike[str]) -> None:  # fmt: skip
+    """Default and adaptive models side by side, epoch by epoch: the logs of each pair by its names, and ``metrics`` by
+    their titles."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3 * len(pairs)), layout="constrained")
+    rows = figure.subplots(len(pairs), len(metrics), squeeze=False, sharey="col")
+    for axes, (names, logs) in zip(rows, pairs.items(), strict=True):
+        for axis, (title, metric) in zip(axes, metrics.items(), strict=True):
+            for name, log, colour in zip(names, logs, ("tab:red", "tab:green"), strict=True):
+                points = [(line["epoch"], line[metric]) for line in log if metric in line]
+                axis.plot(*zip(*points, strict=True), color=colour, marker=".", label=name)
+            axis.set(title=title, xlabel="epoch", ylabel="%")
+            axis.grid(alpha=0.3)
+        axes[0].legend(frameon=False)
+    figure.savefig(target, dpi=110)

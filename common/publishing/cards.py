@@ -53,8 +53,8 @@ def model_card(model: HubModel, results: Mapping[str, Any], *, source: str, exac
         f"# {name}",
         _wrap(
             f"{ARCHITECTURES[model.model_type]}, {kind}. {what}, {model.num_classes} classes, "
-            f"{results['parameters']:,} parameters, trained on {data}. A model of the reference implementation of "
-            "*Making Vision Transformers Truly Shift-Equivariant* (CVPR 2024)."
+            f"{results['parameters']:,} parameters, trained on {data}. A model of an independent reimplementation "
+            "of *Making Vision Transformers Truly Shift-Equivariant* (CVPR 2024)."
         ),
         "## Use",
         _fence("python", snippet(model, source, results["settings"]["data"])),
