@@ -5,6 +5,9 @@
 Images of any size and format that Pillow reads go through the preprocessing stored beside the model. The shift report
 classifies every image at a grid of shifts: a table of labels, and a heat map of the probability of the label that the
 image has in place. A file that is no readable image is named, the others are predicted, and the exit code is 1.
+
+A segmenter writes a mask for every image, a PNG of the same size, and says how many pixels change their label when the
+image moves by one pixel: ``python scripts/predict.py --model SEGMENTER --masks DIR IMAGE...``
 """
 
 import argparse
@@ -18,7 +21,6 @@ import numpy as np
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from matplotlib.figure import Figure
-from PIL import Image, UnidentifiedImageError
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -26,15 +28,16 @@ from tqdm.auto import tqdm
 import shiftvit
 from common import from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
-from common.data.sources import decode_image
+from common.data.sources import read_image
 from common.evaluation.evaluate import from_timm
 from common.evaluation.flags import present_device
 from common.evaluation.tables import format_table, write_json
-from common.models.classifier import Classifier
 from common.models.hub import embedded, resolve_file
 from common.shifts import circular_shift, standard_shift
+from segmentation import UperNet
+from segmentation.inference import write_masks
+from segmentation.preprocess import ScenePreprocess
 
-MAX_BYTES = 2**28  # of an image file
 BATCH = 32  # images that a model sees at once
 DRAWN = 12  # images in the heat map, at most
 MOVES = {"circular": circular_shift, "standard": standard_shift}
@@ -42,11 +45,11 @@ MOVES = {"circular": circular_shift, "standard": standard_shift}
 
 @dataclass(frozen=True)
 class Predictor:
-    """A classifier with its preprocessing and the names of its classes."""
+    """A model with its preprocessing and the names of its classes."""
 
     name: str
     model: nn.Module
-    preprocess: Preprocess
+    preprocess: Any
     classes: list[str]
 
     def restore(self, x: Tensor) -> np.ndarray:
@@ -80,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--grid", type=int, default=8, help="shifts per axis (%(default)s)")
     parser.add_argument("--step", type=int, default=4, help="pixels of the model's input between them (%(default)s)")
     parser.add_argument("--plot", type=Path, default=Path("outputs/shift_report.png"), help="heat map (%(default)s)")
+    parser.add_argument("--masks", type=Path, default=Path("outputs/masks"), help="masks of segmenters (%(default)s)")
     parser.add_argument("--json", type=Path, help="file to write everything to")
     parser.add_argument("--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
@@ -88,6 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             parser.error(f"--{name} must be 1 or more, got {getattr(args, name)}")
 
     predictors = [load(source, args.classes, args.device) for source in dict.fromkeys(args.model)]
+    segmenters = [isinstance(predictor.model, UperNet) for predictor in predictors]
+    if any(segmenters):
+        if not all(segmenters) or args.shift_report:
+            raise ValueError("segmenters are predicted without classifiers and without --shift-report")
+        return segment(predictors, args)
     images, broken = read_images(args.images, predictors)
     shifts = make_shifts(args.grid if args.shift_report else 0, args.step, args.shifts)
     reports = [examine(predictor, [inputs[k] for inputs in images.values()], shifts, args.shifts, args.device)
@@ -107,13 +116,34 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if args.shift_report and rows:
         draw(predictors, reports, images, shifts, args.shifts, args.plot)
         print(f"\n{format_table([summarise(row) for row in rows])}\nheat map: {args.plot}")
+    return finish(rows, broken, len(images), args.json)
+
+
+def segment(predictors: list[Predictor], args: argparse.Namespace) -> dict[str, Any]:
+    """Masks, in a folder for each model if there are several."""
+    images, broken = read_images(args.images, [])
+    rows = []
+    for predictor in predictors:
+        directory = args.masks / Path(predictor.name).name if len(predictors) > 1 else args.masks
+        found = write_masks(predictor.model, {path: pixels for path, (pixels,) in images.items()}, directory,
+                            preprocess=predictor.preprocess, names=predictor.classes, device=args.device)  # fmt: skip
+        rows += [{"model": predictor.name, **row} for row in found]
+    shown = [{**row, "classes": ", ".join(f"{name} {share:.1f}" for name, share in sorted(
+              row["classes"].items(), key=lambda pair: -pair[1])[: args.top])} for row in rows]  # fmt: skip
+    if rows:
+        print(f"{format_table(shown)}\npercent of pixels: classes; changed when the image moves by one pixel")
+    return finish(rows, broken, len(images), args.json)
+
+
+def finish(rows: list[dict[str, Any]], broken: dict[Path, str], read: int, target: Path | None) -> dict[str, Any]:
+    """Write what was found, and name what could not be read."""
     results = {"predictions": rows, "unreadable": [{"image": str(p), "error": error} for p, error in broken.items()]}
-    if args.json:
-        write_json(args.json, results)
+    if target:
+        write_json(target, results)
     for path, error in broken.items():
         print(f"{path}: {error}", file=sys.stderr)
     if broken:
-        raise SystemExit(f"{len(broken)} of {len(broken) + len(images)} images could not be read")
+        raise SystemExit(f"{len(broken)} of {len(broken) + read} images could not be read")
     return results
 
 
@@ -129,13 +159,12 @@ def load(source: str, classes: str | None, device: str) -> Predictor:
                          "directory, a Hub id or timm:NAME")  # fmt: skip
     else:
         model = from_pretrained(source)
-        if not isinstance(model, Classifier):
-            raise ValueError(f"{source} holds a {type(model).__name__}, which gives a label to every pixel: use "
-                             "segmentation/evaluate.py --pictures")  # fmt: skip
+        dense = isinstance(model, UperNet)
         try:
-            preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
+            preprocess = (ScenePreprocess if dense else Preprocess).load(resolve_file(source, PREPROCESSOR_NAME))
         except (FileNotFoundError, EntryNotFoundError):
-            preprocess = Preprocess(size=model.img_size)
+            preprocess = (ScenePreprocess(size=model.img_size, multiple=model.multiple) if dense
+                          else Preprocess(size=model.img_size))  # fmt: skip
     stored = getattr(model, "class_names", ())
     names = read_classes(classes) if classes else list(stored or map(str, range(model.num_classes)))
     if len(names) != model.num_classes:
@@ -154,32 +183,17 @@ def read_classes(source: str) -> list[str]:
                          "line, or 'imagenet-1k'") from None  # fmt: skip
 
 
-def read_images(paths: Sequence[Path], predictors: list[Predictor]) -> tuple[dict[Path, list[Tensor]], dict[Path, str]]:
-    """Each readable image as every model takes it, and why the others cannot be read."""
+def read_images(paths: Sequence[Path], predictors: list[Predictor]) -> tuple[dict[Path, list[Any]], dict[Path, str]]:
+    """Each readable image as every classifier takes it or, without any, its pixels as they are stored; and why the
+    others cannot be read."""
     images, broken = {}, {}
     for path in tqdm(paths, desc="read", leave=False, disable=len(paths) < BATCH):
         try:
-            pixels = read_image(path)
-            images[path] = [predictor.preprocess.image(pixels) for predictor in predictors]
+            pixels = read_image(path, upright=bool(predictors))
+            images[path] = [predictor.preprocess.image(pixels) for predictor in predictors] or [pixels]
         except ValueError as error:
             broken[path] = str(error)
     return images, broken
-
-
-def read_image(path: Path) -> np.ndarray:
-    """(h, w, 3) uint8, or a ValueError that says why not."""
-    if not path.is_file():
-        raise ValueError("a directory: give the images in it" if path.is_dir() else "no such file")
-    if path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}: shrink it")
-    try:
-        return decode_image(path.read_bytes())
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise ValueError("unfolds to more than 90 million pixels, which is refused: shrink it") from None
-    except UnidentifiedImageError:
-        raise ValueError("not an image in a format that Pillow reads (PNG, JPEG, WebP, ...)") from None
-    except Exception as error:  # decoders fail in many ways
-        raise ValueError(f"broken image ({error}): fetch it again") from None
 
 
 def make_shifts(grid: int, step: int, kind: str) -> Tensor:

@@ -1,23 +1,25 @@
-"""Masks of whole images and by sliding windows, and the paper's picture of what a shift changes."""
+"""Masks of whole images and by sliding windows, as files, and the paper's picture of what a shift changes."""
 
 import colorsys
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from common.evaluation.metrics import predict_pixels
 from common.shifts import circular_shift, standard_shift
 
 from .preprocess import ScenePreprocess
 
-__all__ = ["palette", "pictures", "slide", "whole"]
+__all__ = ["palette", "pictures", "slide", "whole", "write_masks"]
 
 Model = Callable[[Tensor], Tensor]
 
@@ -66,6 +68,34 @@ def palette(classes: int) -> np.ndarray:
     golden = (5**0.5 - 1) / 2
     hues = [0.08 + 0.84 * ((i * golden) % 1) for i in range(classes)]
     return np.array([colorsys.hls_to_rgb(hue, (0.45, 0.65, 0.3)[i % 3], 0.6) for i, hue in enumerate(hues)])
+
+
+@torch.no_grad()
+def write_masks(model: Model, images: Mapping[Path, np.ndarray], directory: Path, *, preprocess: ScenePreprocess,
+                names: Sequence[str], device: str) -> list[dict[str, Any]]:  # fmt: skip
+    """A PNG for each image (h, w, 3), uint8, and as large: a pixel's number is its class, the palette gives colours.
+
+    Returns where each mask is, the share of every class that appears, and the share of pixels whose label changes when
+    the image, as the model takes it, moves by one pixel down and right on the torus; in percent.
+    """
+    if len({path.stem for path in images}) < len(images):
+        raise ValueError("two images have one name, and their masks would be one file: predict them one by one")
+    directory.mkdir(parents=True, exist_ok=True)
+    colours, rows = (255 * palette(len(names))).round().astype(np.uint8), []
+    for path, pixels in tqdm(images.items(), desc="masks", leave=False, disable=None):
+        x = preprocess.evaluate(torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].to(device))
+        logits, one = model(x), torch.ones(1, 2, dtype=torch.long, device=device)
+        back = circular_shift(predict_pixels(model, circular_shift(x, one)), -one)
+        mask = F.interpolate(logits.float(), pixels.shape[:2], mode="bilinear", align_corners=False).argmax(1)[0].cpu()
+        picture = Image.fromarray(mask.numpy().astype(np.uint8 if len(names) <= 256 else np.uint16))
+        if len(names) <= 256:
+            picture.putpalette(colours.tobytes())
+        target = directory / f"{path.stem}.png"
+        picture.save(target)
+        shares = {names[c]: 100 * (mask == c).float().mean().item() for c in mask.unique().tolist()}
+        changed = 100 * (back != logits.argmax(1)).float().mean().item()
+        rows.append({"image": str(path), "mask": str(target), "classes": shares, "changed": changed})
+    return rows
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ import io
 import json
 import random
 import resource
-import runpy
 import shutil
 import struct
 import tempfile
@@ -29,7 +28,7 @@ from PIL import Image
 
 from common import create_model, from_pretrained
 from common.data.preprocess import Preprocess
-from common.data.sources import load_data
+from common.data.sources import load_data, read_image
 from common.training.checkpoints import Progress, latest_checkpoint, load_checkpoint, save_checkpoint, write_manifest
 from segmentation.preprocess import ScenePreprocess
 
@@ -199,7 +198,7 @@ def image(kind: str, directory: Path, rng: random.Random) -> Callable[[], Any]:
     content = spoil_png(content, rng) if kind == "PNG" and rng.random() < 0.5 else spoil_bytes(rng, content)
     path = directory / f"x.{kind.lower()}"
     path.write_bytes(content)
-    return lambda: reader()(path)
+    return lambda: read_image(path)
 
 
 def checkpoint(directory: Path, rng: random.Random) -> Callable[[], Any]:
@@ -265,11 +264,6 @@ def samples() -> dict[str, list[bytes]]:
         "GIF": [saved(rgb, "GIF"), saved(rgb, "GIF", **several)],
         "TIFF": [saved(rgb, "TIFF"), saved(deep, "TIFF"), saved(rgb, "TIFF", compression="tiff_lzw", **several)],
     }
-
-
-@cache
-def reader() -> Callable[[Path], Any]:
-    return runpy.run_path(str(ROOT / "scripts" / "predict.py"))["read_image"]
 
 
 @cache

@@ -2,9 +2,11 @@
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -14,6 +16,8 @@ from common import from_pretrained
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.splits import load_digits_data
 from common.models.hub import resolve_file
+from segmentation.data import load_digit_scenes
+from segmentation.preprocess import ScenePreprocess
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "predict.py"))
 DEFAULT, ADAPTIVE = (str(ROOT / "swin/checkpoints" / name) for name in ("swin_micro", "a_swin_micro"))
@@ -124,12 +128,43 @@ def test_huge_files_are_not_read(digit: Path, monkeypatch: pytest.MonkeyPatch) -
         SCRIPT["read_image"](digit)
 
 
+def test_segmenters_write_masks(digit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lost otherwise: who has no labels for their images gets no masks."""
+    segmenter = ROOT / "segmentation/checkpoints/upernet_a_swin_micro"
+    scenes, model = load_digit_scenes(train=1, test=2)[1], from_pretrained(str(segmenter))
+    paths = [tmp_path / f"{i}.png" for i in range(2)]
+    for path, image in zip(paths, scenes.images, strict=True):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+    wide = tmp_path / "wide.png"
+    Image.open(paths[0]).resize((90, 50)).save(wide)
+    (tmp_path / "text.png").write_text("no image")
+    with pytest.raises(SystemExit, match="1 of 4 images could not be read"):
+        predict("--model", segmenter, *paths, wide, tmp_path / "text.png", "--masks", tmp_path / "masks", "--json",
+                tmp_path / "out.json")  # fmt: skip
+    x = ScenePreprocess.load(segmenter / "preprocessor_config.json").evaluate(scenes.images)
+    for path, expected in zip(paths, model(x).argmax(1), strict=True):
+        with Image.open(tmp_path / "masks" / path.name) as mask:
+            assert mask.mode == "P"
+            assert torch.equal(torch.from_numpy(np.array(mask)).long(), expected)
+    with Image.open(tmp_path / "masks" / "wide.png") as mask:
+        assert mask.size == (90, 50)
+    rows = json.loads((tmp_path / "out.json").read_text())["predictions"]
+    assert [row["changed"] for row in rows] == [0.0, 0.0, 0.0]
+    assert sum(rows[0]["classes"].values()) == pytest.approx(100)
+    assert "background" in capsys.readouterr().out
+    (tmp_path / "other").mkdir()
+    shutil.copy(paths[0], tmp_path / "other")
+    with pytest.raises(ValueError, match="two images have one name"):
+        predict("--model", segmenter, paths[0], tmp_path / "other" / paths[0].name, "--masks", tmp_path / "masks")
+
+
 def test_wrong_requests_say_what_to_do(digit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Lost otherwise: a traceback from the depths instead of advice."""
     (tmp_path / "names").write_text("cat\ndog\n")
     segmenter = ROOT / "segmentation/checkpoints/upernet_a_swin_micro"
     for arguments, message in (
-        (["--model", segmenter], "use segmentation/evaluate.py --pictures"),
+        (["--model", segmenter, "--model", ADAPTIVE], "segmenters are predicted without classifiers"),
+        (["--model", segmenter, "--shift-report"], "segmenters are predicted without classifiers and without"),
         (["--model", ADAPTIVE, "--classes", tmp_path / "names"], "has 10 classes, but .* names 2"),
         (["--model", ADAPTIVE, "--classes", tmp_path / "none"], "give a text file with one name per line"),
     ):

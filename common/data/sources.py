@@ -30,8 +30,8 @@ from tqdm.auto import tqdm
 from .splits import Arrays, Encoded, Split, check_rows, load_digits_data
 
 __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "decode_image",
-           "find_column", "load_data", "load_folder", "load_hub", "load_split", "open_image",
-           "read_labels", "see", "shown"]  # fmt: skip
+           "find_column", "load_data", "load_folder", "load_hub", "load_split", "open_image", "parquet_files",
+           "read_image", "read_labels", "see", "shown"]  # fmt: skip
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -43,6 +43,7 @@ UPRIGHT = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4:
            5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
            8: Image.Transpose.ROTATE_90}  # by EXIF orientation  # fmt: skip
 MAX_CLASSES = 2**16  # that numbers stand for: beyond, they are something else, such as identifiers
+MAX_BYTES = 2**28  # of an image file that is read by itself
 SMALL = 96  # images up to this side are held in memory, decoded
 
 KNOWN = {
@@ -267,6 +268,22 @@ def decode_image(content: bytes, most: int = MAX_PIXELS, upright: bool = True) -
     stored, so their images are read with ``upright=False``."""
     with open_image(content, most) as image:
         return see(image, upright)
+
+
+def read_image(path: Path, upright: bool = True) -> np.ndarray:
+    """(h, w, 3) uint8, or a ValueError that says why not."""
+    if not path.is_file():
+        raise ValueError("a directory: give the images in it" if path.is_dir() else "no such file")
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}: shrink it")
+    try:
+        return decode_image(path.read_bytes(), upright=upright)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise ValueError("unfolds to more than 90 million pixels, which is refused: shrink it") from None
+    except UnidentifiedImageError:
+        raise ValueError("not an image in a format that Pillow reads (PNG, JPEG, WebP, ...)") from None
+    except Exception as error:  # decoders fail in many ways
+        raise ValueError(f"broken image ({error}): fetch it again") from None
 
 
 def see(image: Image.Image, upright: bool = True) -> np.ndarray:
