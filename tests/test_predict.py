@@ -1,5 +1,6 @@
 """scripts/predict.py: labels of image files, how they change under shifts, and what happens to files that are none."""
 
+import itertools
 import json
 import runpy
 import shutil
@@ -11,9 +12,11 @@ import pytest
 import torch
 from conftest import ROOT
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from common import from_pretrained
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.sources import load_data
 from common.data.splits import load_digits_data
 from common.models.hub import resolve_file
 from segmentation.data import load_digit_scenes
@@ -99,6 +102,19 @@ def test_images_of_any_size_and_mode(digit: Path, tmp_path: Path) -> None:
             image.convert(mode).resize(size, Image.Resampling.BICUBIC).save(paths[-1])
     rows = predict("--model", ADAPTIVE, digit, *paths)["predictions"]
     assert [row["predictions"][0]["class"] for row in rows] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("side", [20, 32, 64, 100, 300])
+def test_images_are_those_of_the_evaluation(side: int, tmp_path: Path) -> None:
+    """Lost otherwise: a label that evaluation counted as right, and predict gives another."""
+    pixels = np.random.default_rng(side).integers(0, 256, (2, side, side, 3), dtype=np.uint8)
+    for part, name in itertools.product(("train", "val"), ("one", "two")):
+        (tmp_path / part / name).mkdir(parents=True)
+        Image.fromarray(pixels[int(name == "two")]).save(tmp_path / part / name / "image.png")
+    for preprocess in (Preprocess(size=(32, 32)), Preprocess(size=(224, 224), resize=256)):
+        split = load_data(str(tmp_path))[1].prepared(preprocess)
+        seen = preprocess.evaluate(next(split.fetch(batch)[0] for batch in DataLoader(split, batch_size=2)))
+        assert torch.equal(torch.stack([preprocess.image(image) for image in pixels]), seen)
 
 
 def test_files_that_are_no_images_are_named(digit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

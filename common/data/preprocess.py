@@ -21,10 +21,11 @@ from ..seeding import constants, derive_seed, hashed_uniform, seeded
 from ..shifts import circular_shift, random_shifts, standard_shift
 from .rand_augment import RandAugment
 
-__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "PREPROCESSOR_NAME", "Mixing", "Preprocess", "check_finite"]
+__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "PREPROCESSOR_NAME", "SMALL", "Mixing", "Preprocess", "check_finite"]
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+SMALL = 96  # images of one size up to this side are held in memory, decoded, and resized in batches
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,10 @@ class Preprocess:
         return self.crop(self.canvas(images))
 
     def image(self, pixels: np.ndarray) -> Tensor:
-        """One image (h, w, 3), uint8, of any size -> normalised (3, H, W), as in evaluation."""
+        """One image (h, w, 3), uint8, of any size -> normalised (3, H, W), as in evaluation: those of small sides are
+        resized there bilinearly, whole batches at once, others bicubically."""
         height, width = self.canvas_size
-        if pixels.shape[0] > height or pixels.shape[1] > width:  # before it becomes floating point numbers
+        if max(pixels.shape[:2]) > SMALL and pixels.shape[:2] != (height, width):
             pixels = np.array(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
         return self.evaluate(torch.tensor(pixels).permute(2, 0, 1)[None])[0]
 

@@ -27,6 +27,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from .preprocess import SMALL
 from .splits import Arrays, Encoded, Split, check_rows, load_digits_data
 
 __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "decode_image",
@@ -44,7 +45,6 @@ UPRIGHT = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4:
            8: Image.Transpose.ROTATE_90}  # by EXIF orientation  # fmt: skip
 MAX_CLASSES = 2**16  # that numbers stand for: beyond, they are something else, such as identifiers
 MAX_BYTES = 2**28  # of an image file that is read by itself
-SMALL = 96  # images up to this side are held in memory, decoded
 
 KNOWN = {
     "uoft-cs/cifar10": (50_000, 10_000, 10),
