@@ -36,7 +36,7 @@ from common.seeding import hashed_uniform
 from .labels import ADE20K, KNOWN, Labelling
 from .splits import EncodedScenes, PixelSplit, Scenes
 
-__all__ = ["from_dataset", "load_digit_scenes", "load_scenes", "load_split"]
+__all__ = ["from_dataset", "load_digit_scenes", "load_evaluation", "load_scenes", "load_split"]
 
 LABEL_COLUMNS = ("label", "annotation", "mask")
 CLASSES_NAME = "classes.txt"
@@ -69,6 +69,17 @@ def load_scenes(name: str, labelling: Labelling | None = None) -> tuple[PixelSpl
         train, test = (_read_tree(path, part, known or ADE20K) for part in ("training", "validation"))
         return _same_classes(train, test)
     return _same_classes(load_split(path, ("train",), labelling), load_split(path, EVALUATION_SPLITS, labelling))
+
+
+def load_evaluation(name: str) -> PixelSplit:
+    """The evaluation split by name; without the other one, where the classes are known."""
+    path = Path(name)
+    known = _named_classes(path) or KNOWN.get(path.name.lower())
+    if known is None or not path.is_dir():
+        return load_scenes(name)[1]
+    if (path / "images").is_dir():
+        return _read_tree(path, "validation", known)
+    return load_split(path, EVALUATION_SPLITS, known)
 
 
 def _named_classes(folder: Path) -> Labelling | None:

@@ -35,7 +35,7 @@ from common.models.hub import resolve_file
 from common.models.registry import create_model, from_pretrained, list_models
 from common.shifts import random_shifts
 
-from .data import load_scenes
+from .data import load_evaluation
 from .inference import pictures, slide
 from .model import UperNet
 from .preprocess import ScenePreprocess
@@ -133,7 +133,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     if args.compare and not args.pictures:
         raise ValueError("--compare draws a second model beside the first: say where with --pictures DIR")
     accelerator = check_precision(Accelerator(mixed_precision=args.mixed_precision))
-    split = load_scenes(args.data)[1].head(args.limit)
+    split = load_evaluation(args.data).head(args.limit)
     networks, preprocess = {}, None
     for source in filter(None, (args.model, args.compare)):
         network, stored = load_for_evaluation(source, len(split.classes))

@@ -10,7 +10,7 @@ from conftest import DATA
 from PIL import Image
 from segmentation_helpers import scene, write_parquet
 
-from segmentation.data import from_dataset, load_scenes, load_split
+from segmentation.data import from_dataset, load_evaluation, load_scenes, load_split
 from segmentation.labels import ADE20K, CAMVID, Labelling
 from segmentation.preprocess import ScenePreprocess, distort_colours, resize_labels
 from segmentation.splits import EncodedScenes, Scenes
@@ -89,6 +89,19 @@ def test_splits_are_told_apart_by_whole_names(tmp_path: Path) -> None:
     assert (len(train), len(test)) == (2, 1)
     write_parquet(tmp_path / "validation.parquet", [scene(6), scene(7)])
     assert len(load_scenes(str(tmp_path))[1]) == 2
+
+
+def test_the_evaluation_split_needs_no_other(tmp_path: Path) -> None:
+    """Who evaluates would wait for scenes that are not used, or need them."""
+    for name in ("camvid", "mine"):
+        write_parquet(tmp_path / name / "val.parquet", [scene(0), scene(1)])
+    (tmp_path / "mine/classes.txt").write_text("\n".join("abcde"))
+    assert load_evaluation(str(tmp_path / "camvid")).classes == CAMVID.classes
+    assert load_evaluation(str(tmp_path / "mine")).classes == tuple("abcde")
+    (tmp_path / "mine/classes.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no train.parquet"):  # which may have more classes
+        load_evaluation(str(tmp_path / "mine"))
+    assert len(load_evaluation("digits")) == 200
 
 
 def test_a_folder_names_its_own_classes(tmp_path: Path) -> None:
