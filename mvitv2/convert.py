@@ -63,6 +63,8 @@ def to_original(state_dict: State) -> State:
 def timm_config(model: Any) -> dict[str, Any]:
     """The arguments of ``MViTv2`` that make what a timm ``MultiScaleVit`` is."""
     first, stem, last = model.stages[0].blocks[0], model.patch_embed.proj, model.stages[-1].blocks[-1]
+    if getattr(first.attn, "rel_pos_h", None) is None:
+        raise ValueError("this MultiScaleVit has no relative positions, which ours needs")
     side = (len(first.attn.rel_pos_h) + 1) // 2 * stem.stride[0]
     kernels = [getattr(stage.blocks[0].attn.pool_q, "stride", (1, 1))[0] for stage in model.stages]
     return {"img_size": side, "patch_kernel": stem.kernel_size[0], "patch_stride": stem.stride[0],

@@ -8,6 +8,7 @@ import timm
 import torch
 from conftest import ROOT, randomize
 from timm.data import create_transform, resolve_data_config, resolve_model_data_config
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 from torchvision.transforms.functional import to_pil_image
@@ -166,6 +167,32 @@ def test_what_cannot_be_adapted_is_refused_and_left_alone() -> None:
     assert type(other).__module__.startswith("timm.")
     with pytest.raises(TypeError, match="before it is compiled or wrapped"):
         adapt(torch.nn.DataParallel(model))
+    with pytest.raises(ValueError, match=r"\['num_classes'\] cannot change with anchors"):
+        adapt(create_model("swin_micro"), num_classes=3)  # else torch complains of shapes
+    plain = MultiScaleVit(MultiScaleVitCfg(depths=(1, 1, 1, 1), rel_pos_type=""), img_size=64)
+    with pytest.raises(ValueError, match="no relative positions"):
+        adapt(plain)
+
+
+def test_options_of_timm_are_found_in_layers_that_begin_with_zeros() -> None:
+    """SwinV2's blocks add nothing before they are trained, whatever activation timm was told to use."""
+    small = {"img_size": 64, "depths": (1, 1), "num_heads": (3, 6), "embed_dim": 48, "num_classes": 3}
+    model = timm.create_model("swinv2_tiny_window8_256", **small, act_layer="relu")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match="something different from our model"):
+        adapt(model)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_timm_model_in_bfloat16_is_adapted_and_keeps_how_images_are_prepared(tmp_path: Path) -> None:
+    """Else a copy that is saved is evaluated with ImageNet's mean, whatever timm's configuration says."""
+    cfg = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25), "crop_pct": 0.9, "input_size": (3, 56, 56)}
+    model: Any = timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), num_heads=(3, 6),
+                                   embed_dim=48, num_classes=3, pretrained_cfg_overlay=cfg).bfloat16()  # fmt: skip
+    adapt(model).save_pretrained(tmp_path)
+    assert model.head.fc.weight.dtype == torch.bfloat16
+    stored = Preprocess.load(tmp_path / PREPROCESSOR_NAME)
+    assert (stored.size, stored.resize, stored.mean, stored.std) == ((56, 56), 62, cfg["mean"], cfg["std"])
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -199,10 +226,12 @@ def test_what_belongs_to_a_model_survives_adapt(tmp_path: Path) -> None:
     model.freeze(1)
     model.set_grad_checkpointing()
     model.reset_classifier(4, global_pool="max")
+    model.epoch = 7  # the user's own
     stored, x = model.stored_input, torch.randn(2, 3, 32, 32)
     adapt(model).train()(x)
     assert model.adaptive
     assert model.stored_input == stored is not None
+    assert model.epoch == 7
     assert model.grad_checkpointing
     assert model.head.global_pool.pool_type == "max"
     assert {*model.frozen} >= {model.layers[0], model.patch_embed}

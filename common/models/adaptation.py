@@ -1,6 +1,8 @@
 """One line that makes a trained model adaptive: ``adapt(model)``. Weights are untouched, the object stays the same."""
 
+import copy
 import importlib
+import math
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +18,8 @@ M = TypeVar("M", bound=nn.Module)
 TIMM = {"SwinTransformer": "swin", "SwinTransformerV2": "swinv2", "MultiScaleVit": "mvitv2"}
 """timm's classes that can be made adaptive, and the folder that knows how."""
 KEPT = ("pretrained_cfg", "class_names", "stored_input")
+OPTIONS = {"canonical", "anchors", "score", "sketch", "img_size"}
+NOISE = 0.05
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
          "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
 """What a module keeps its hooks in: as they are, so that their handles still remove them."""
@@ -28,6 +32,8 @@ def adapt(model: M, **options: Any) -> M:
     the adaptive model (``canonical``, ``anchors``, ``score``, ``sketch``). A timm model becomes one of ours, with
     the same names in its state_dict; what ours cannot reproduce is refused, and the model left as it was.
     """
+    if unknown := sorted(set(options) - OPTIONS):
+        raise ValueError(f"{unknown} cannot change with anchors: adapt takes {sorted(OPTIONS)}")
     if isinstance(model, HubModel):
         cls: type[HubModel] = type(model)
         config = dict(model.config)
@@ -37,7 +43,9 @@ def adapt(model: M, **options: Any) -> M:
     twin = cls(**{**config, "adaptive": True, **options})
     like = next(model.parameters())
     twin.to(device=like.device, dtype=like.dtype)
-    kept = {key: getattr(model, key) for key in KEPT if hasattr(model, key)}
+    kept = {key: getattr(model, key) for key in KEPT if hasattr(model, key)} | _input_of_timm(model)
+    if isinstance(model, HubModel):
+        kept |= {key: value for key, value in vars(model).items() if key not in vars(twin)}  # the user's own
     trains, training = {name: p.requires_grad for name, p in model.named_parameters()}, model.training
     recomputes = any(getattr(module, "grad_checkpointing", False) for module in model.modules())
     twin.load_state_dict(model.state_dict(keep_vars=True), strict=True, assign=True)
@@ -62,7 +70,8 @@ def adapt(model: M, **options: Any) -> M:
 
 
 def _of_timm(model: nn.Module) -> tuple[type[HubModel], dict[str, Any]]:
-    """Our class and the arguments that make it equal to a timm model, which is checked on an image of noise."""
+    """Our class and the arguments that make it equal to a timm model. That is checked on an image of noise, for copies
+    in float32 whose weights are noisy: fresh ones have layers that do nothing, and hide what differs."""
     name = type(model).__name__
     if name not in TIMM or not type(model).__module__.startswith("timm."):
         wrapped = hasattr(model, "module") or hasattr(model, "_orig_mod")
@@ -75,15 +84,29 @@ def _of_timm(model: nn.Module) -> tuple[type[HubModel], dict[str, Any]]:
     config = importlib.import_module(f"{package}.convert").timm_config(model)
     cls = next(c for c in vars(importlib.import_module(package)).values()
                if isinstance(c, type) and getattr(c, "model_type", None) == TIMM[name])  # fmt: skip
-    default, like, training = cls(**config), next(model.parameters()), model.training
+    default = cls(**config)
     check_state(default.state_dict(), model.state_dict(), f"this {name} has options that ours lacks: its state")
-    default.load_state_dict({k: v.detach().float().cpu() for k, v in model.state_dict().items()}, assign=True)
-    image = torch.randn(1, config["in_chans"], *default.img_size, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(1, config["in_chans"], *default.img_size, generator=generator)
+    theirs = copy.deepcopy(model).float().cpu().eval()
+    noisy = {name: tensor + NOISE * torch.randn(tensor.shape, generator=generator) if tensor.is_floating_point() else
+             tensor for name, tensor in theirs.state_dict().items()}  # fmt: skip
     with torch.no_grad():
-        expected = model.eval()(image.to(like)).float().cpu()
+        theirs.load_state_dict(noisy), default.load_state_dict(noisy)
+        expected = theirs(image)
         error = (default.eval()(image) - expected).norm() / expected.norm().clamp_min(1e-30)
-    model.train(training)
-    if not error < (1e-3 if like.dtype in (torch.float32, torch.float64) else 0.1):
+    if not error < 1e-3:
         raise ValueError(f"this {name} computes something different from our model of its size (relative difference "
                          f"{error:.2g}): built with an option that ours lacks, or not finite")  # fmt: skip
     return cls, config
+
+
+def _input_of_timm(model: nn.Module) -> dict[str, Any]:
+    """How a timm model's images are prepared, as a file beside ours says it; nothing of other models."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    if isinstance(model, HubModel) or len(cfg.get("mean") or ()) != 3 or len(cfg.get("input_size") or ()) != 3:
+        return {}
+    size = tuple(cfg["input_size"][1:])
+    resize = max(*size, math.floor(max(size) / cfg.get("crop_pct", 1.0)))
+    return {"stored_input": {"size": size, "resize": resize if resize > max(size) else None,
+                             "mean": tuple(cfg["mean"]), "std": tuple(cfg["std"])}}  # fmt: skip
