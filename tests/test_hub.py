@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, randomize
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from common import create_model, from_pretrained, list_models
 from common.models.hub import PREPROCESSOR_NAME, load_weights
@@ -167,6 +168,33 @@ def test_what_a_config_cannot_hold_is_told_when_saving(tmp_path: Path) -> None:
     model.reset_classifier(5, global_pool="avg")
     assert model(torch.zeros(1, 3, 32, 32, dtype=torch.float64)).shape == (1, 5)
     model.save_pretrained(tmp_path)
+
+
+def test_what_could_not_be_loaded_again_is_told_when_saving(tmp_path: Path) -> None:
+    """Else the loss shows when the weights are needed, and the model is gone."""
+    model = create_model("a_swin_micro")
+    model.head.fc = nn.Linear(model.num_features, 3)  # where reset_classifier belongs
+    with pytest.raises(ValueError, match="after a layer was replaced.*head.fc.bias has shape"):
+        model.save_pretrained(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    model.reset_classifier(3)
+    model.canonical = False
+    model.save_pretrained(tmp_path)
+    assert not from_pretrained(tmp_path).canonical
+
+
+def test_arguments_of_a_wrong_kind_are_refused_by_name() -> None:
+    """Else a model is built that computes something else, or fails far from where the mistake was made."""
+    for arguments, message in (
+        ({"num_classes": -1}, "num_classes is -1, expected 0 or more"),
+        ({"sketch": -4}, "sketch is -4, expected 0 or more"),
+        ({"num_classes": "10"}, "num_classes is '10'"),
+        ({"adaptive": "no"}, "adaptive is 'no'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Swin(**{"img_size": 32, "window_size": 4, **arguments})
+    listed = create_model("swin_micro", depths=[1, 1], img_size=[32, 64])  # lists serve, as in timm
+    assert (listed.config["depths"], listed.config["img_size"]) == ((1, 1), (32, 64))
 
 
 @pytest.mark.parametrize("name", ["swin/checkpoints/a_swin_micro", "segmentation/checkpoints/upernet_a_swin_micro"])

@@ -60,6 +60,10 @@ class HubModel(nn.Module):
         super().__init__()
         names = inspect.signature(type(self).__init__).parameters
         self.config = {name: plain(arguments[name]) for name in names if name != "self"}
+        check_types(type(self), self.config, type(self).__name__)
+        for name in ("num_classes", "sketch"):
+            if self.config.get(name, 0) < 0:
+                raise ValueError(f"{name} is {self.config[name]}, expected 0 or more")
 
     def save_pretrained(self, save_directory: str | os.PathLike[str],
                         state_dict: dict[str, Tensor] | None = None) -> Path:  # fmt: skip
@@ -70,8 +74,12 @@ class HubModel(nn.Module):
         """
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
-        config = self.stored_config()
-        state = {name: tensor.contiguous() for name, tensor in (state_dict or self.state_dict()).items()}
+        config, state = self.stored_config(), dict(state_dict or self.state_dict())
+        with torch.device("meta"):
+            outline = type(self)(**self.config).state_dict()
+        check_state(outline, state, "what is to be saved, which could not be loaded again (after a layer was replaced, "
+                    "pruned or wrapped; reset_classifier replaces a head)")  # fmt: skip
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
         for name, write in (
             (CONFIG_NAME, lambda path: Path(path).write_text(json.dumps(config, indent=2) + "\n")),
             (WEIGHTS_NAME, lambda path: save_file(state, path, metadata={"format": "pt"})),
@@ -87,7 +95,8 @@ class HubModel(nn.Module):
         """What config.json holds: the arguments, the names of the classes, and what timm needs to know."""
         names = self.class_names
         labels = {"id2label": {str(i): name for i, name in enumerate(names)}} if names else {}
-        return {"model_type": OURS + self.model_type, **self.config, **labels, **self.timm_config()}
+        switched = {"canonical": self.canonical} if "canonical" in self.config else {}  # may be set on a built model
+        return {"model_type": OURS + self.model_type, **self.config, **switched, **labels, **self.timm_config()}
 
     def fit_input(self, resized: bool = False) -> None:
         """Have ``stored_input`` describe images that the model takes, if it is adaptive or of another size by now."""
@@ -232,7 +241,9 @@ def _locate(source: str | os.PathLike[str], name: str, **hub: Any) -> Path:
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy as one of Python, which JSON can hold."""
+    """A number of numpy as one of Python, which JSON can hold; a list as a tuple, as it is read again."""
+    if isinstance(value, (list, tuple)):
+        return tuple(plain(v) for v in value)
     return value.item() if isinstance(value, np.generic) else value
 
 
