@@ -4,32 +4,38 @@ exactly shift-invariant.
 ``python scripts/export.py --model swin/checkpoints/a_swin_micro --format onnx``
 
 The file takes batches of any size of normalised float images named ``images`` and gives ``logits``; its metadata hold
-the model's config, the names of its classes (``id2label``) and its normalisation. The check runs it on handwritten
+the model's config, the names of its classes (``id2label``), its normalisation, its size and what images are resized to
+before they are cropped to that (``resize``, null: nothing). The check runs it on handwritten
 digits (onnxruntime on the CPU for ONNX, torch for torch.export), in place and under random circular shifts. Needs
 ``pip install 'shift-equivariant-vits[export]'``.
 """
 
 import argparse
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 
 import shiftvit
 from common import create_model, from_pretrained, list_models
 from common.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME, Preprocess
 from common.data.splits import load_digits_data
+from common.evaluation.evaluate import warn_of_fresh_weights
 from common.evaluation.tables import format_table, write_json
-from common.models.hub import HubModel, read_config, resolve_file
+from common.models.hub import HubModel, embedded
 from common.publishing.export import FORMATS, Normalised, check_exported, export_model, load_exported
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="directory, Hub id, or name (fresh weights)")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="directory, Hub id, or name (trained, if the repository has it so, else fresh weights)",
+    )
     parser.add_argument("--format", choices=FORMATS, required=True)
     parser.add_argument("--output", type=Path, help="file to write; default: outputs/export/MODEL.pt2 or .onnx")
     parser.add_argument("--opset", type=int, help="of ONNX, 18 to 25; default: the one that torch recommends")
@@ -54,7 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     digits = load_digits_data()[1].images
     if not 0 <= args.check <= len(digits):
         parser.error(f"--check {args.check}: there are {len(digits)} digits to check on")
-    images = Preprocess(size=size, **normalisation).evaluate(digits[: max(args.check, 1)])
+    if model.in_chans == 3:
+        images = Preprocess(size=size, **normalisation).evaluate(digits[: max(args.check, 1)])
+    elif args.with_preprocessing:
+        parser.error(f"--with_preprocessing needs a model of three channels, this one has {model.in_chans}")
+    else:
+        images = torch.randn(max(args.check, 1), model.in_chans, *size, generator=torch.Generator().manual_seed(0))
     network: nn.Module = model
     if args.with_preprocessing:
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalisation.values())
@@ -62,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         network = Normalised(model, **normalisation).eval()
     print(f"tracing {args.model} at {size[0]}x{size[1]} and writing {target}", flush=True)
     metadata = {"config": model.stored_config(),
-                "preprocess": {"size": size, **normalisation, "in_graph": args.with_preprocessing}}  # fmt: skip
+                "preprocess": {"size": size, "resize": (model.stored_input or {}).get("resize"), **normalisation,
+                               "in_graph": args.with_preprocessing}}  # fmt: skip
     export_model(network, images, target, opset=args.opset, metadata=metadata)
     results: dict[str, Any] = {"file": str(target), "format": describe(target), "MB": target.stat().st_size / 1e6}
     problems = []
@@ -83,15 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 def load(source: str) -> tuple[HubModel, dict[str, Any]]:
     """A model and the mean and std that its images are normalised with (ImageNet's where none are stored)."""
     normalisation: dict[str, Any] = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
-    if source in list_models():
+    if source in list_models() and not embedded(source):
+        warn_of_fresh_weights(source)
         torch.manual_seed(0)
         return create_model(source).eval(), normalisation
     model = from_pretrained(source)
-    try:
-        stored = read_config(resolve_file(source, PREPROCESSOR_NAME))
-    except (FileNotFoundError, EntryNotFoundError):
+    if model.stored_input is None:
+        warnings.warn(f"{source} has no {PREPROCESSOR_NAME}: the file will say that images are normalised as "
+                      "ImageNet's", stacklevel=2)  # fmt: skip
         return model, normalisation
-    return model, {key: stored[key] for key in normalisation}
+    return model, {key: model.stored_input[key] for key in normalisation}
 
 
 def describe(target: Path) -> str:

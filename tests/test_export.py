@@ -70,7 +70,8 @@ def test_the_command_writes_a_checked_onnx_file(tmp_path: Path) -> None:
     stored = {entry.key: json.loads(entry.value) for entry in file.metadata_props}
     assert stored["config"]["model_type"] == "shiftvit_swin"
     assert stored["config"]["id2label"]["7"] == "7"
-    assert stored["preprocess"] == {"size": [32, 32], "mean": [0.0] * 3, "std": [0.35] * 3, "in_graph": True}
+    assert stored["preprocess"] == {"size": [32, 32], "resize": None, "mean": [0.0] * 3, "std": [0.35] * 3,
+                                    "in_graph": True}  # fmt: skip
     assert str(ROOT).encode() not in contents(target), "the file tells where it was written"
 
     pixels, labels = load_digits_data()[1].images[:50], load_digits_data()[1].labels[:50]
@@ -156,12 +157,42 @@ def test_wrong_requests_are_refused_and_leave_nothing(tmp_path: Path, monkeypatc
     ):
         with pytest.raises(ValueError, match=message):
             export_model(model, images, tmp_path / name, opset=opset)
+    with pytest.raises(ValueError, match="do not convolve in bfloat16: export the model in float32 or float16"):
+        export_model(nn.Conv2d(3, 2, 3).bfloat16(), images, tmp_path / "model.onnx")
     with pytest.raises(FileNotFoundError, match="no exported model"):
         load_exported(tmp_path / "model.onnx")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ImportError, match=r"pip install 'shift-equivariant-vits\[export\]'"):
         export_model(model, images, tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_is_the_trained_model_where_there_is_one() -> None:
+    """Lost otherwise: a file that guesses, or that says nothing of how its images are normalised."""
+    model, normalisation = SCRIPT["load"]("a_swin_micro")
+    trained = from_pretrained(ROOT / "swin/checkpoints/a_swin_micro")
+    assert torch.equal(model.head.fc.weight, trained.head.fc.weight)
+    assert normalisation == {"mean": (0.0,) * 3, "std": (0.35,) * 3}
+    with pytest.warns(UserWarning, match="fresh weights"):
+        SCRIPT["load"]("swin_mini")
+
+
+def test_a_model_in_half_precision_takes_raw_pixels() -> None:
+    """Lost otherwise: the first layer gets float32, and the exported file ends in an error."""
+    graph = Normalised(nn.Conv2d(3, 2, 3).to(torch.float16), (0.5,) * 3, (0.5,) * 3)
+    assert graph(torch.zeros(1, 3, 8, 8, dtype=torch.uint8)).dtype == torch.float16
+
+
+@pytest.mark.slow
+def test_images_of_other_channels_are_exported(tmp_path: Path) -> None:
+    """Lost otherwise: models of one channel cannot be exported at all, for the digits have three."""
+    create_model("a_swin_micro", in_chans=1, depths=(1, 1)).save_pretrained(tmp_path / "grey")
+    flags = ["--model", str(tmp_path / "grey"), "--format", "torch_export", "--check", "2", "--shifts", "2"]
+    with pytest.warns(UserWarning, match="has no preprocessor_config.json"):
+        counts = SCRIPT["main"]([*flags, "--output", str(tmp_path / "grey.pt2")])
+    assert counts["bit-identical"] == 4
+    with pytest.raises(SystemExit):
+        SCRIPT["main"]([*flags, "--with_preprocessing"])
 
 
 def test_the_command_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

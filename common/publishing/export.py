@@ -44,7 +44,8 @@ class Normalised(nn.Module):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model((images.float() / 255 - self.mean) / self.std)
+        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
+        return self.model(((images.float() / 255 - self.mean) / self.std).to(dtype))
 
 
 def export_model(model: nn.Module, images: Tensor, target: str | os.PathLike[str], *, opset: int | None = None,
@@ -60,6 +61,8 @@ def export_model(model: nn.Module, images: Tensor, target: str | os.PathLike[str
         raise ValueError(f"cannot tell the format of {target}: its name must end in {' or '.join(FORMATS.values())}")
     if opset is not None and target.suffix != ".onnx":
         raise ValueError(f"opset {opset} is a version of ONNX, but {target} is not an ONNX file: leave it out")
+    if target.suffix == ".onnx" and any(p.dtype == torch.bfloat16 for p in model.parameters()):
+        raise ValueError("ONNX runtimes do not convolve in bfloat16: export the model in float32 or float16")
     example = torch.zeros(2, *images.shape[1:], dtype=images.dtype)  # a batch of one would be taken for a constant
     program = trace(copy.deepcopy(model).cpu().eval(), example)
     texts = {name: json.dumps(value, default=str) for name, value in (metadata or {}).items()}
