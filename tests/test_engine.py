@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from common import from_pretrained
 from common.data.splits import EpochSampler
+from common.publishing.results import command as command_of
 from common.training.engine import _schedule
 from common.training.recipe import Recipe, parse_command_line
 from swin.recipes import RECIPES
@@ -56,7 +57,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_a_loadable_model_and_its_results(reference: Path) -> None:
     results = json.loads((reference / "results.json").read_text())
     assert results["c_cons"] == 100.0
-    assert results["images"] == 170
+    assert results["images"] == results["training_images"] == results["limit"] == 170
+    assert command_of(results).endswith("--limit 170")  # a part of the data is no row of a table
     assert results["settings"]["batch_size"] == 32
     assert from_pretrained(str(reference))(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
     assert (reference / "best" / "model.safetensors").exists()

@@ -124,6 +124,7 @@ def command(results: Mapping[str, Any]) -> str:
             words.append(f"--{key}" if value else f"--no-{key}")
         elif value is not None:
             words.append(f"--{key} {' '.join(map(str, value)) if isinstance(value, list) else value}")
+    words += [f"--limit {results['limit']}"] if results.get("limit") else []
     if results.get("precision", "no") != "no":
         words.append(f"--mixed_precision {results['precision']}")
     return " ".join(words)

@@ -222,7 +222,8 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
                "precision": accelerator.mixed_precision, "processes": accelerator.num_processes,
                "device": _device_name(accelerator.device), "train_seconds": round(log.seconds, 1)}  # fmt: skip
     if accelerator.is_main_process:
-        write_json(output / "results.json", results | {"settings": recipe.settings()})
+        used = {"training_images": len(job.train_split)} | ({"limit": options.limit} if options.limit else {})
+        write_json(output / "results.json", results | used | {"settings": recipe.settings()})
         plot_curves(output / "log.jsonl", output / "curves.png")
         accelerator.print(format_table([results], ["model", *recipe.metrics, "parameters", "train_seconds"]))
         accelerator.print(f"model, log and results: {output}")
