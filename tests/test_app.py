@@ -179,6 +179,11 @@ def test_models_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     shutil.copy(Path(DEFAULT) / "preprocessor_config.json", tmp_path)
     with pytest.raises(ValueError, match=r"\(\(32, 32\), 7\), the adaptive one \(\(32, 32\), 10\): give two models"):
         load_sides(str(tmp_path), ADAPTIVE)
+    renamed = Swin.from_pretrained(DEFAULT)
+    renamed.name_classes([*"9876543210"])
+    renamed.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="classes of other names, or in another order"):
+        load_sides(str(tmp_path), ADAPTIVE)
     default, adaptive = load_sides(DEFAULT, DEFAULT)  # one set of weights serves both
     assert (default.model.adaptive, adaptive.model.adaptive) == (False, True)
 
