@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 import shiftvit
 import swin.convert
 import swinv2.convert
-from common.models.hub import check_state
 from common.models.registry import create_model
+from common.models.weights import check_state
 from common.publishing.convert import State
 
 __all__ = ["from_transformers", "to_transformers"]

@@ -12,14 +12,15 @@ logits are rolled back to the image. Pooling into bins, which are fixed to the a
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.models.classifier import Classifier, PaddingMode, resolve_padding, to_pair
-from common.models.hub import HubModel, check_state
+from common.models.hub import HubModel
 from common.models.registry import create_model, defaults, from_pretrained, list_models, register_model
+from common.models.weights import check_state
 from swin import Swin
 
 from .decoder import ConvModule, FCNHead, Level, UperHead, Upsampling, resample, stretch
@@ -58,8 +59,6 @@ class UperNet(HubModel):
                  canonical: bool = True) -> None:  # fmt: skip
         backbone_args = {k: tuple(v) if isinstance(v, list) else v for k, v in (backbone_args or {}).items()}
         super().__init__(locals())
-        if upsampling not in get_args(Upsampling):
-            raise ValueError(f"unknown upsampling {upsampling!r}: choose among {get_args(Upsampling)}")
         drop_path = {} if drop_path_rate is None else {"drop_path_rate": drop_path_rate}
         self.backbone = build_backbone(backbone, img_size=img_size, in_chans=in_chans, adaptive=adaptive,
                                        canonical=canonical, **drop_path, **backbone_args)  # fmt: skip

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from common.data.splits import check_rows
 from common.evaluation.metrics import IGNORE_INDEX
-from common.models.hub import WEIGHTS_NAME, load_weights, resolve_file
+from common.models.hub import WEIGHTS_NAME, resolve_file
 from common.models.registry import create_model
+from common.models.weights import load_weights
 from common.training.recipe import BaseRecipe, RunOptions
 from common.training.task import Task, warn_of_misfit
 

@@ -19,7 +19,7 @@ from spoilt import STATM, little_memory
 
 from common import create_model, from_pretrained
 from common.evaluation.evaluate import load_for_evaluation
-from common.models.hub import load_weights
+from common.models.weights import load_weights
 from segmentation.evaluation import load_for_evaluation as load_segmenter
 
 ROOT = Path(__file__).resolve().parents[1]

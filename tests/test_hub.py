@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common import create_model, from_pretrained, list_models
-from common.models.hub import PREPROCESSOR_NAME, load_weights
+from common.models.hub import PREPROCESSOR_NAME
+from common.models.weights import load_weights
 from swin import Swin
 
 

@@ -284,7 +284,7 @@ def test_bad_arguments_and_images_are_explained() -> None:
         UperNet(backbone="upernet_swin_micro", img_size=64)
     with pytest.raises(ValueError, match="give the default's name, 'swin_tiny', and adaptive=True"):
         UperNet(backbone="a_swin_tiny")
-    with pytest.raises(ValueError, match="unknown upsampling 'nearest'"):
+    with pytest.raises(ValueError, match="upsampling is 'nearest', expected 'bilinear' or 'unpool'"):
         UperNet(upsampling="nearest")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="padding_mode='zeros' breaks"):
         create_model("upernet_a_swin_micro", padding_mode="zeros")

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .hub import HubModel, check_state
+from .hub import HubModel
 from .registry import PACKAGES
+from .weights import check_state
 
 __all__ = ["adapt"]
 

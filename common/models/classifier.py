@@ -86,8 +86,6 @@ def check_heads(dims: Sequence[int], num_heads: Sequence[int]) -> None:
 
 def resolve_padding(padding_mode: PaddingMode | None, adaptive: bool) -> PaddingMode:
     """How convolutions pad: circularly in an adaptive model, with zeros in a default one unless told otherwise."""
-    if padding_mode not in (None, "zeros", "circular"):
-        raise ValueError(f"unknown padding_mode {padding_mode!r}: choose 'zeros', 'circular' or None")
     if adaptive and padding_mode == "zeros":
         raise ValueError("padding_mode='zeros' breaks the shift equivariance of an adaptive model, for a torus has no "
                          "edge: leave it out, or use 'circular'")  # fmt: skip

@@ -94,8 +94,14 @@ def check_types(cls: type[Any], config: dict[str, Any], where: str) -> None:
     hints = typing.get_type_hints(vars(cls)["__init__"])
     for key, value in config.items():
         if not _fits(value, hints[key]):
-            shown = str(hints[key]) if typing.get_origin(hints[key]) else hints[key].__name__
-            raise ValueError(f"config of {where}: {key} is {repr(value)[:100]}, expected {shown}")
+            raise ValueError(f"config of {where}: {key} is {repr(value)[:100]}, expected {_shown(hints[key])}")
+
+
+def _shown(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (types.UnionType, typing.Union, typing.Literal):
+        return " or ".join(repr(a) if origin is typing.Literal else _shown(a) for a in arguments)
+    return str(annotation) if origin else "None" if annotation is type(None) else annotation.__name__
 
 
 def read_fields(kind: type, keys: Sequence[str], path: Path) -> dict[str, Any]:
@@ -109,8 +115,8 @@ def read_fields(kind: type, keys: Sequence[str], path: Path) -> dict[str, Any]:
         numbers = value if isinstance(value, tuple) else (value,)
         if not _fits(value, hints[key]) or (key != "mean" and any(n is not None and n <= 0 for n in numbers)):
             positive = "" if key == "mean" else ", positive"
-            raise ValueError(f"{path}: {key} is {str(value)[:80]}, expected {hints[key]}{positive}: mend the file, or "
-                             "save the model again")  # fmt: skip
+            raise ValueError(f"{path}: {key} is {str(value)[:80]}, expected {_shown(hints[key])}{positive}: mend "
+                             "the file, or save the model again")  # fmt: skip
     return stored
 
 

@@ -14,7 +14,8 @@ from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from .classifier import Classifier
-from .hub import WEIGHTS_NAME, HubModel, load_weights, read_input, resolve_file
+from .hub import WEIGHTS_NAME, HubModel, read_input, resolve_file
+from .weights import load_weights
 
 __all__: list[str] = []
 

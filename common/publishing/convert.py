@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..models.hub import check_state
 from ..models.registry import create_model
+from ..models.weights import check_state
 
 __all__ = [
     "BUFFERS",

@@ -16,8 +16,9 @@ from ..data.sources import load_data
 from ..data.splits import Split, check_rows
 from ..evaluation.evaluate import evaluate, parse_metric
 from ..models.classifier import Classifier
-from ..models.hub import WEIGHTS_NAME, HubModel, load_weights, resolve_file
+from ..models.hub import WEIGHTS_NAME, HubModel, resolve_file
 from ..models.registry import create_model
+from ..models.weights import load_weights
 from .recipe import BaseRecipe, Recipe, RunOptions
 
 __all__ = ["Classification", "Task"]
