@@ -135,8 +135,14 @@ def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     compile_all([small], 86)
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written
-    compile_for(small, 86)
-    assert sorted(path.name for path in tmp_path.iterdir()) == written
+    told: list[int] = []
+    for capability in (86, 86, 89):  # and it is known before, whether there is something to compile
+        monkeypatch.setattr(base, "ON_COMPILING", lambda: told.append(len(written)))
+        with base._told_of_compiling():
+            compile_for(small, capability)
+        assert len(told) == (capability == 89)
+        if not told:
+            assert sorted(path.name for path in tmp_path.iterdir()) == written
 
 
 @pytest.mark.skipif(not kernels.AVAILABLE or kernels.INTERPRETED, reason="needs Triton's compiler")

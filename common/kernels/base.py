@@ -1,9 +1,9 @@
 """Where Triton kernels can run, how they are launched, and what is known of those that fail."""
 
 import os
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -44,8 +44,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ENABLED = os.environ.get("SHIFT_VITS_KERNELS") != "0"  # False: the torch forms everywhere, to compare with
 PLAIN = {Tensor, nn.Parameter}  # tensors with data: nothing sharded, and no stand-in while a graph is recorded
 RECORD: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None  # takes the launches of stand-ins
-ON_COMPILING: Callable[[], None] | None = None  # called once a kernel took LONG to compile: others will, too
-LONG, FIRST = 0.3, 1.0  # seconds: one that Triton has in its cache takes 2 to 14 ms, a process's first 0.5 s
+ON_COMPILING: Callable[[], None] | None = None  # called before a kernel is compiled: others will be, too
 _COMPILED: dict[tuple, tuple[Any, list]] = {}
 _REPORTED: set[str] = set()
 mark_graphs()
@@ -121,7 +120,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Triton takes long to find out what it has compiled for these arguments, so that is remembered here."""
-    global ON_COMPILING
     if INTERPRETED:
         kernel[grid](*args, **constants)
         return
@@ -132,16 +130,34 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) ->
     like = [(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args]
     key = kernel.fn, device.index, *like, *constants.items()
     if key not in _COMPILED:
-        names, begun = [parameter.name for parameter in kernel.params[len(args) :]], time.perf_counter()
-        compiled = kernel[grid](*args, **constants)
+        names = [parameter.name for parameter in kernel.params[len(args) :]]
+        with _told_of_compiling() if ON_COMPILING is not None else nullcontext():
+            compiled = kernel[grid](*args, **constants)
         _COMPILED[key] = compiled, [constants[name] for name in names]
-        seconds = time.perf_counter() - begun
-        if ON_COMPILING is not None and seconds > (LONG if len(_COMPILED) > 1 else FIRST):
-            compile_others, ON_COMPILING = ON_COMPILING, None
-            compile_others()
         return
     compiled, others = _COMPILED[key]
     compiled[(*grid, 1, 1)[:3]](*args, *others)
+
+
+@contextmanager
+def _told_of_compiling() -> Iterator[None]:
+    """Have Triton call ``ON_COMPILING`` where its cache lacks a kernel, and look again before it compiles that."""
+    from triton import knobs
+    from triton.runtime.cache import FileCacheManager
+
+    class Telling(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
+        def get_group(self, filename: str) -> dict[str, str] | None:
+            global ON_COMPILING
+            found = super().get_group(filename)
+            if found is not None or ON_COMPILING is None:
+                return found
+            compile_others, ON_COMPILING = ON_COMPILING, None
+            compile_others()
+            return super().get_group(filename)
+
+    with knobs.cache.scope():
+        knobs.cache.manager_class = Telling
+        yield
 
 
 def compiled_kernels() -> list[tuple[str, Any]]:

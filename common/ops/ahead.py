@@ -55,7 +55,7 @@ def compile_kernels(model: nn.Module, shape: tuple[int, ...], training: bool, wo
 
 def expect(model: Any, x: Tensor) -> None:
     """Outside of graphs: should a kernel of this pass have to be compiled, then compile all that a model like this one
-    needs, side by side. Triton would compile them one after the other. Once for a shape and type."""
+    needs, side by side, and this one with them. Triton would compile one after the other. Once for a shape and type."""
     if not traced() and usable(x) and not base.INTERPRETED:
         base.ON_COMPILING = partial(_compile_like, type(model), model.config, tuple(x.shape), x.dtype, x.device,
                                     torch.is_grad_enabled(), product_dtype(x))  # fmt: skip
