@@ -2,6 +2,7 @@
 may outlive them. Users would lose silently: outputs of an old model from a new one."""
 
 import copy
+import multiprocessing
 import threading
 from collections.abc import Callable
 
@@ -141,6 +142,27 @@ def test_a_functional_call_and_a_copy_have_weights_of_their_own(name: str, devic
     scale_data(model)
     other.load_state_dict(randomize(create_model(name)).state_dict())  # on a GPU itself, random numbers are others
     assert torch.equal(twin(x), other(x))
+
+
+@pytest.mark.parametrize("name", MICRO)
+@torch.no_grad()
+def test_a_forked_process_has_weights_of_its_own(name: str) -> None:
+    """As a loader's worker or a server's does. On a GPU no process can be forked."""
+    x, model, changed = torch.randn(2, 3, 32, 32), randomize(create_model(name)).eval(), create_model(name).eval()
+    before = model(x)
+    changed.load_state_dict({n: t * 0.5 if t.requires_grad else t for n, t in model.state_dict(keep_vars=True).items()})
+    expected, context = changed(x), multiprocessing.get_context("fork")
+    right = context.Value("i", 0)
+
+    def child() -> None:
+        scale_data(model)
+        right.value = torch.equal(model(x), expected)
+
+    process = context.Process(target=child)
+    process.start()
+    process.join(60)
+    assert right.value
+    assert torch.equal(model(x), before)
 
 
 @pytest.mark.slow

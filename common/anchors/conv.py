@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from ..grid import Grid
 from ..ops.energy import ConvEnergy
 from ..ops.roll import roll
-from ..ops.strided import Strided
-from ..ops.weights import gathered
+from ..ops.strided import Strided, bare
+from ..ops.weights import adapted, gathered, weight_of
 from .base import Anchor
 from .energy import at_every_position, phase_energies
 
@@ -36,11 +36,11 @@ class ConvAnchor(Anchor):
         return Strided.of(conv).stride
 
     def energy(self, conv: nn.Conv2d) -> ConvEnergy | None:
-        return ConvEnergy(conv, self) if self.scores_layer else None
+        return ConvEnergy(conv, self) if self.scores_layer and not adapted(conv) else None
 
     def scores(self, x: Tensor, conv: nn.Conv2d) -> Tensor:
-        weight, bias = gathered(conv.weight), None if conv.bias is None else gathered(conv.bias)
-        if conv.groups == 1:
+        strided, weight, bias = Strided.of(conv), weight_of(conv), None if conv.bias is None else gathered(conv.bias)
+        if bare(conv).groups == 1:
             weight, bias = self.combined(weight), None if bias is None else self.combined(bias)
-        t = at_every_position(x.permute(0, 3, 1, 2), weight, Strided.of(conv), bias)
-        return phase_energies(t, conv.stride, self.score.name)
+        t = at_every_position(x.permute(0, 3, 1, 2), weight, strided, bias)
+        return phase_energies(t, strided.stride, self.score.name)

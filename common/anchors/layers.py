@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..ops.projection_energy import DepthwiseEnergy, PooledEnergy, Pooling, Poolings, normed
 from ..ops.residual import norm_ahead
 from ..ops.strided import Strided
-from ..ops.weights import gathered
+from ..ops.weights import adapted, gathered, weight_of
 from .base import Anchor
 from .energy import Projection
 
@@ -28,14 +28,14 @@ class KeysAndValues(NamedTuple):
         return Strided.of(self.key).stride
 
     def projections(self, anchor: Anchor) -> list[Projection]:
-        weights = torch.stack([gathered(self.key.weight), gathered(self.value.weight)], 1)  # C, 2, 1, k, k
+        weights = torch.stack([weight_of(self.key), weight_of(self.value)], 1)  # C, 2, 1, k, k
         if not anchor.sketch:  # grouped: the outputs of a channel are neighbours
             return [Projection(weights.flatten(0, 1), None, Strided.of(self.key))]
         parts = anchor.directions[:, : 2 * len(weights)].to(weights).unflatten(1, (2, -1))
         return [Projection(torch.einsum("rnc,cnij->rcij", parts, weights[:, :, 0]), None, Strided.of(self.key))]
 
-    def energy(self, anchor: Anchor) -> DepthwiseEnergy:
-        return DepthwiseEnergy(self.norm, self.key, self.value, anchor)
+    def energy(self, anchor: Anchor) -> DepthwiseEnergy | None:
+        return None if adapted(self.key, self.value) else DepthwiseEnergy(self.norm, self.key, self.value, anchor)
 
     def normed(self, x: Tensor) -> Tensor | None:
         ahead = norm_ahead(x, self.norm)
@@ -56,8 +56,8 @@ class PooledProjections(NamedTuple):
     def projections(self, anchor: Anchor) -> list[Projection]:
         projections = []
         for qkv, outputs, pools, heads in self.poolings:
-            taps = torch.cat([gathered(pool.weight)[:, 0].repeat(heads, 1, 1) for pool in pools])  # D, k, k
-            conv, linear = Strided.of(pools[0]), (gathered(qkv.weight)[outputs], gathered(qkv.bias)[outputs])
+            taps = torch.cat([weight_of(pool)[:, 0].repeat(heads, 1, 1) for pool in pools])  # D, k, k
+            conv, linear = Strided.of(pools[0]), (weight_of(qkv)[outputs], gathered(qkv.bias)[outputs])
             projections.append(Projection(taps[:, None], None, conv, linear))
             if anchor.sketch:
                 weight, bias = taps[:, None] * linear[0][..., None, None], taps.sum((1, 2)) * linear[1]
@@ -66,8 +66,8 @@ class PooledProjections(NamedTuple):
 
     def pooling(self) -> Pooling | None:
         """The only one, if kernels are to score it."""
-        strides = [pooling.pools[0].stride for pooling in self.poolings]
-        return self.poolings[0] if strides == [self.modulus] else None
+        first, strides = self.poolings[0], [pooling.pools[0].stride for pooling in self.poolings]
+        return first if strides == [self.modulus] and not adapted(first.qkv, *first.pools) else None
 
     def energy(self, anchor: Anchor) -> PooledEnergy | None:
         pooling = self.pooling()

@@ -11,7 +11,7 @@ from ..ops.merge_energy import MergeEnergy, Merging, Mergings
 from ..ops.residual import materialize
 from ..ops.roll import circular_pad, roll
 from ..ops.strided import Strided
-from ..ops.weights import gathered
+from ..ops.weights import gathered, weight_of
 from .base import Anchor
 from .energy import at_every_position, phase_energies
 
@@ -53,7 +53,7 @@ class MergeAnchor(Anchor):
         return MergeEnergy(reduction, norm, self)
 
     def scores(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None) -> Tensor:
-        projection = self.combined(gathered(reduction.weight))  # r, 4C
+        projection = self.combined(weight_of(reduction))  # r, 4C
         weight = projection if norm is None else projection * gathered(norm.weight)
         kernel = weight.view(len(weight), 2, 2, -1).permute(0, 3, 2, 1)  # r, C, row, column
         t = at_every_position(x.permute(0, 3, 1, 2), kernel, PATCH)

@@ -5,6 +5,7 @@ from torch import nn
 from ..anchors import NoAnchor
 from ..grid import Grid
 from ..ops import embed
+from ..ops.strided import Strided
 from .classifier import PaddingMode
 
 __all__ = ["PatchEmbed"]
@@ -26,4 +27,4 @@ class PatchEmbed(nn.Module):
     def forward(self, grid: Grid, next_anchor: NoAnchor) -> Grid:
         """Read from the grid's origin on. ``next_anchor`` is the one whose moments a kernel may leave."""
         x, moments = embed(grid.tokens.permute(0, 3, 1, 2), self.proj, grid.origin, self.norm, next_anchor.reads)
-        return grid.then(x, self.proj.stride[0], moments)
+        return grid.then(x, Strided.of(self.proj).stride[0], moments)

@@ -10,7 +10,7 @@ from .. import kernels
 from .dispatch import op, product_dtype, usable
 from .energy import Scoring, best_of_tokens, combination, plain_taps
 from .strided import Strided
-from .weights import gathered, is_plain
+from .weights import gathered, is_plain, weight_of
 
 __all__ = ["MergeEnergy", "MergeWeights", "Merging", "Mergings", "merging_dtype"]
 
@@ -49,7 +49,7 @@ def merging_dtype(x: Tensor, norm: nn.LayerNorm | None, reduction: nn.Linear) ->
 
 def prepare(x: Tensor, mergings: Sequence[Merging], scoring: Scoring | None) -> "kernels.Mergings | None":
     """What ``kernels.merging_weights`` takes of mergings of tokens like x; None where torch does all."""
-    weights = [gathered(merging.reduction.weight) for merging in mergings]
+    weights = [weight_of(merging.reduction) for merging in mergings]
     dtypes = [merging_dtype(x, merging.norm, merging.reduction) for merging in mergings]
     projection = None if scoring is None else combination(scoring, max(map(len, weights)), weights[0])
     if scoring is None or min(map(len, weights)) <= scoring.sketch or not kernels.fits_sketch(projection, *weights):
@@ -148,7 +148,7 @@ class MergeEnergy:
     def combined(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Weights (r, C, 2, 2) of what is scored; with a norm their sums and what its bias adds, (r,) each."""
         reduction, norm = self.merging
-        combined = self.scoring.combined(gathered(reduction.weight))  # r, 4C
+        combined = self.scoring.combined(weight_of(reduction))  # r, 4C
         weight = combined if norm is None else combined * gathered(norm.weight)
         kernel = weight.view(len(weight), 2, 2, -1).permute(0, 3, 2, 1)  # r, C, row, column
         if norm is None:

@@ -3,13 +3,16 @@
 ``roll(x, o)[h] = x[h + o]``, indices modulo the side.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
 from .dispatch import op, usable
-from .weights import is_plain
+from .strided import bare
+from .weights import adapted, is_plain, weight_of
 
 __all__ = ["circular_pad", "convolve", "reads_from_origin", "roll"]
 
@@ -130,9 +133,12 @@ def circular_pad(x: Tensor, pad: tuple[int, int, int, int]) -> Tensor:
 
 
 def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """``conv(x)``, with ``circular_pad`` where it pads circularly and is nothing but its weights."""
-    if not is_plain(conv) or conv.padding_mode != "circular" or isinstance(conv.padding, str):
+    """``conv(x)``, with ``circular_pad`` where it pads circularly and is nothing but its weights; or those and what
+    peft's adapters add to them, since these pad with zeros, whatever they are put around."""
+    layer: Any = bare(conv)
+    if not (is_plain(conv) or adapted(conv)) or layer.padding_mode != "circular" or isinstance(layer.padding, str):
         return conv(x)
-    height, width = conv.padding
+    height, width = layer.padding
     x = circular_pad(x, (width, width, height, height))
-    return F.conv2d(x, conv.weight, conv.bias, conv.stride, groups=conv.groups)
+    weight = conv.weight if layer is conv else weight_of(conv).to(x.dtype)
+    return F.conv2d(x, weight, conv.bias, layer.stride, groups=layer.groups)

@@ -1,10 +1,16 @@
 """What matters of a strided convolution here."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = ["Strided"]
+__all__ = ["Strided", "bare"]
+
+
+def bare(layer: nn.Module) -> nn.Module:
+    """A layer without the adapters that peft has put around it."""
+    bare_already = isinstance(layer, nn.Conv2d) or not hasattr(layer, "get_base_layer")
+    return layer if bare_already else layer.get_base_layer()  # type: ignore[operator]
 
 
 class Strided(NamedTuple):
@@ -16,6 +22,7 @@ class Strided(NamedTuple):
 
     @classmethod
     def of(cls, conv: nn.Conv2d) -> "Strided":
-        if isinstance(conv.padding, str):
-            raise ValueError(f"an anchored convolution needs its padding in pixels, not {conv.padding!r}")
-        return cls(conv.kernel_size, conv.stride, conv.padding)  # type: ignore[arg-type]
+        layer: Any = bare(conv)
+        if isinstance(layer.padding, str):
+            raise ValueError(f"an anchored convolution needs its padding in pixels, not {layer.padding!r}")
+        return cls(layer.kernel_size, layer.stride, layer.padding)

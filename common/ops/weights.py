@@ -5,6 +5,7 @@ trace, so a cache cannot know when it is stale; and a compiled graph prepares we
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from .. import kernels
 from .dispatch import op, usable
 
-__all__ = ["gathered", "is_plain", "kernel_weights", "normed_kernel_weights", "product"]
+__all__ = ["adapted", "gathered", "is_plain", "kernel_weights", "normed_kernel_weights", "product", "weight_of"]
 
 
 def gathered(parameter: Tensor | Callable[[], Tensor]) -> Tensor:
@@ -24,6 +25,21 @@ def gathered(parameter: Tensor | Callable[[], Tensor]) -> Tensor:
     parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     parameter = parameter.dequantize() if parameter.is_quantized else parameter
     return parameter if parameter.dtype == torch.float64 else parameter.float()
+
+
+def adapted(*layers: nn.Module) -> bool:
+    """Whether adapters of peft change what one of these layers computes."""
+    return any(type(layer) not in PLAIN and hasattr(layer, "get_delta_weight") for layer in layers)
+
+
+def weight_of(layer: Any) -> Tensor:
+    """The weight of a layer as anchors score it, ``gathered``: with what adapters of peft add to it, so that anchors
+    choose the same before and after those are merged."""
+    weight = gathered(layer.weight)
+    if not adapted(layer) or layer.merged or layer.disable_adapters:
+        return weight
+    active = (name for name in layer.active_adapters if name in layer.scaling)
+    return sum((layer.get_delta_weight(name).to(weight) for name in active), weight)
 
 
 def kernel_weights(*weights: Tensor, repeats: int = 1) -> Tensor:
