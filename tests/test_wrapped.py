@@ -1,6 +1,7 @@
 """Layers that someone has wrapped (LoRA, quantisation, hooks) are called, never read behind their backs. Else users
 train adapters that nothing uses, or quantise a model that no longer runs."""
 
+import copy
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import randomize
 from torch import Tensor, nn
+from torch.nn.utils import prune, weight_norm
 
 from common import kernels
 from common.models.registry import create_model, list_models
@@ -81,6 +83,27 @@ def test_every_hooked_layer_is_called(name: str) -> None:
         assert not is_plain(layer)
     assert torch.allclose(model(torch.ones(1, 3, 32, 32)), expected, atol=1e-4, rtol=1e-4)
     assert set(calls) == set(layers)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_weights_made_before_every_forward_are_not_those_of_the_last(name: str) -> None:
+    """Pruned and normalised layers make their weight when they are called; anchors look at it before. Else the first
+    output after a step or after loading belongs to a mixture of old and new weights."""
+    for make in (weight_norm, lambda layer: prune.random_unstructured(layer, "weight", 0.3)):
+        model, x = randomize(create_model(name)).eval(), torch.randn(2, 3, 32, 32)
+        for layer in [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]:
+            make(layer)
+        before = model(x)
+        before.sum().backward()
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith(("weight_orig", "weight_v")):
+                    parameter.copy_(torch.randn_like(parameter) / parameter[0].numel() ** 0.5)
+            after = model(x)
+            assert torch.equal(model(x), after)
+            assert torch.equal(copy.deepcopy(model)(x), after)  # all layers are called: no weight is left of a graph
+        assert not torch.allclose(after, before, atol=1e-2)
 
 
 @pytest.fixture

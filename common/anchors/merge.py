@@ -54,7 +54,7 @@ class MergeAnchor(Anchor):
 
     def scores(self, x: Tensor, reduction: nn.Linear, norm: nn.LayerNorm | None = None) -> Tensor:
         projection = self.combined(weight_of(reduction))  # r, 4C
-        weight = projection if norm is None else projection * gathered(norm.weight)
+        weight = projection if norm is None else projection * weight_of(norm)
         kernel = weight.view(len(weight), 2, 2, -1).permute(0, 3, 2, 1)  # r, C, row, column
         t = at_every_position(x.permute(0, 3, 1, 2), kernel, PATCH)
         if norm is not None:

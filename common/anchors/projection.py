@@ -11,7 +11,7 @@ from ..grid import Grid
 from ..ops.energy import Energy
 from ..ops.residual import materialize
 from ..ops.roll import roll
-from ..ops.weights import gathered
+from ..ops.weights import gathered, weight_of
 from .base import Anchor
 from .energy import Projection, at_every_position, phase_energies
 
@@ -69,7 +69,7 @@ class ProjectionAnchor(Anchor):
 
     def scores(self, x: Tensor, layer: Projected) -> Tensor:
         norm, (rows, columns) = layer.norm, layer.modulus
-        affine = gathered(norm.weight).to(x.dtype), gathered(norm.bias).to(x.dtype)
+        affine = weight_of(norm).to(x.dtype), gathered(norm.bias).to(x.dtype)
         x = F.layer_norm(x, norm.normalized_shape, *affine, norm.eps)
         tables = []
         for weight, bias, conv, linear in layer.projections(self):

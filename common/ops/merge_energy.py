@@ -60,7 +60,7 @@ def prepare(x: Tensor, mergings: Sequence[Merging], scoring: Scoring | None) -> 
     paired = [projection is not None and kernels.fits_token_scores(x, len(projection), 2, 0, weight.shape[1] // 4)
             for weight in weights]  # fmt: skip
     norms = [merging.norm for merging in mergings]
-    gains = [gathered(norm.weight) for norm in norms if norm is not None]
+    gains = [weight_of(norm) for norm in norms if norm is not None]
     biases = [gathered(norm.bias) for norm in norms if norm is not None and norm.bias is not None]
     return kernels.Mergings(weights, projection, gains, biases, x.dtype, scale, [d is not None for d in dtypes], paired)
 
@@ -149,7 +149,7 @@ class MergeEnergy:
         """Weights (r, C, 2, 2) of what is scored; with a norm their sums and what its bias adds, (r,) each."""
         reduction, norm = self.merging
         combined = self.scoring.combined(weight_of(reduction))  # r, 4C
-        weight = combined if norm is None else combined * gathered(norm.weight)
+        weight = combined if norm is None else combined * weight_of(norm)
         kernel = weight.view(len(weight), 2, 2, -1).permute(0, 3, 2, 1)  # r, C, row, column
         if norm is None:
             return kernel, None, None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import kernels
 from .dispatch import op, usable
 from .strided import bare
-from .weights import adapted, is_plain, weight_of
+from .weights import is_plain, weight_of
 
 __all__ = ["circular_pad", "convolve", "reads_from_origin", "roll"]
 
@@ -136,7 +136,8 @@ def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
     """``conv(x)``, with ``circular_pad`` where it pads circularly and is nothing but its weights; or those and what
     peft's adapters add to them, since these pad with zeros, whatever they are put around."""
     layer: Any = bare(conv)
-    if not (is_plain(conv) or adapted(conv)) or layer.padding_mode != "circular" or isinstance(layer.padding, str):
+    wrapped = layer is conv and not is_plain(conv)
+    if wrapped or layer.padding_mode != "circular" or isinstance(layer.padding, str):
         return conv(x)
     height, width = layer.padding
     x = circular_pad(x, (width, width, height, height))

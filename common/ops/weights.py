@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from .. import kernels
 from .dispatch import op, usable
@@ -28,15 +31,24 @@ def gathered(parameter: Tensor | Callable[[], Tensor]) -> Tensor:
 
 
 def adapted(*layers: nn.Module) -> bool:
-    """Whether adapters of peft change what one of these layers computes."""
-    return any(type(layer) not in PLAIN and hasattr(layer, "get_delta_weight") for layer in layers)
+    """Whether the weight of one of these layers is not all there is: peft's adapters add to it, or it is made anew
+    before every forward, as ``torch.nn.utils`` prunes and normalises weights."""
+    return any(bool(makers(layer)) or (type(layer) not in PLAIN and hasattr(layer, "get_delta_weight"))
+               for layer in layers)  # fmt: skip
+
+
+def makers(layer: nn.Module) -> list[Any]:
+    """The hooks of ``torch.nn.utils`` that make a layer's weight."""
+    return [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, MAKERS)]
 
 
 def weight_of(layer: Any) -> Tensor:
-    """The weight of a layer as anchors score it, ``gathered``: with what adapters of peft add to it, so that anchors
-    choose the same before and after those are merged."""
+    """The weight of a layer as anchors score it, ``gathered``: as its next forward will have it, and with what adapters
+    of peft add to it, so that anchors choose the same before and after those are merged."""
+    for make in makers(layer):
+        make(layer, ())
     weight = gathered(layer.weight)
-    if not adapted(layer) or layer.merged or layer.disable_adapters:
+    if type(layer) in PLAIN or not hasattr(layer, "get_delta_weight") or layer.merged or layer.disable_adapters:
         return weight
     active = (name for name in layer.active_adapters if name in layer.scaling)
     return sum((layer.get_delta_weight(name).to(weight) for name in active), weight)
@@ -79,4 +91,5 @@ def is_plain(module: nn.Module) -> bool:
     return plain and not hooks and "forward" not in module.__dict__  # accelerate's offloading replaces it
 
 
+MAKERS = (BasePruningMethod, SpectralNorm, WeightNorm)
 PLAIN = (nn.Linear, nn.LayerNorm, nn.Conv2d, nn.BatchNorm2d, nn.SyncBatchNorm)
