@@ -184,6 +184,27 @@ def test_what_could_not_be_loaded_again_is_told_when_saving(tmp_path: Path) -> N
     assert not from_pretrained(tmp_path).canonical
 
 
+def test_another_models_preprocessing_is_told(tmp_path: Path) -> None:
+    """Else a model is evaluated with the mean and std of the one that was saved there before."""
+    from_pretrained(ROOT / "swin/checkpoints/a_swin_micro").save_pretrained(tmp_path)
+    fresh = create_model("swin_micro", num_classes=3)
+    with pytest.warns(UserWarning, match="its preprocessor_config.json is still there"):
+        fresh.save_pretrained(tmp_path)
+    fresh.save_pretrained(tmp_path)  # no other model any more: nothing to tell
+
+
+@pytest.mark.parametrize("name", list_models("*_micro"))
+def test_a_model_built_without_memory_has_its_tables(name: str) -> None:
+    """Large and sharded models are built so. Else tables of positions hold what was in memory: CvT gave other logits
+    without a word, the others an IndexError."""
+    model = randomize(create_model(name)).eval()
+    with torch.device("meta"):
+        empty = create_model(name).eval()
+    empty.to_empty(device="cpu").load_state_dict(model.state_dict())
+    x = torch.randn(1, 3, *model.img_size)
+    assert torch.equal(empty(x), model(x))
+
+
 def test_arguments_of_a_wrong_kind_are_refused_by_name() -> None:
     """Else a model is built that computes something else, or fails far from where the mistake was made."""
     for arguments, message in (

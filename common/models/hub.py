@@ -62,6 +62,21 @@ class HubModel(nn.Module):
             if self.config.get(name, 0) < 0:
                 raise ValueError(f"{name} is {self.config[name]}, expected 0 or more")
 
+    def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> Self:
+        """As ``nn.Module.to_empty``, for a model that was built without memory and is loaded next. What a state_dict
+        does not hold, such as tables of positions, is filled, since nothing would load it."""
+        from accelerate import init_empty_weights  # takes long to import
+
+        super().to_empty(device=device, recurse=recurse)
+        cls = next(c for c in type(self).__mro__ if "model_type" in vars(c))  # sharded models have a class of their own
+        with init_empty_weights(include_buffers=False):
+            twin = cls(**self.config)
+        own, stored = dict(self.named_buffers()), twin.state_dict().keys()
+        for name, table in twin.named_buffers():
+            if name not in stored and not own[name].is_meta:
+                own[name].copy_(table)
+        return self
+
     def save_pretrained(self, save_directory: str | os.PathLike[str],
                         state_dict: dict[str, Tensor] | None = None) -> Path:  # fmt: skip
         """Write config.json and model.safetensors, each whole or not at all; and the preprocessor file, where the model
@@ -77,8 +92,10 @@ class HubModel(nn.Module):
         check_state(outline, state, "what is to be saved, which could not be loaded again (after a layer was replaced, "
                     "pruned or wrapped; reset_classifier replaces a head)")  # fmt: skip
         state = {name: tensor.contiguous() for name, tensor in state.items()}
+        text, file = json.dumps(config, indent=2) + "\n", directory / CONFIG_NAME
+        replaced = file.is_file() and file.read_text() != text
         for name, write in (
-            (CONFIG_NAME, lambda path: Path(path).write_text(json.dumps(config, indent=2) + "\n")),
+            (CONFIG_NAME, lambda path: Path(path).write_text(text)),
             (WEIGHTS_NAME, lambda path: save_file(state, path, metadata={"format": "pt"})),
         ):
             temporary = directory / f".{name}.{os.getpid()}"
@@ -86,6 +103,12 @@ class HubModel(nn.Module):
             os.replace(temporary, directory / name)
         if self.stored_input is not None:
             (directory / PREPROCESSOR_NAME).write_text(json.dumps(self.stored_input, indent=2) + "\n")
+        elif replaced and (directory / PREPROCESSOR_NAME).exists():
+            warnings.warn(
+                f"{directory} held another model, and its {PREPROCESSOR_NAME} is still there: images of "
+                "this one will be prepared as that says. Write its own, or remove it",
+                stacklevel=2,
+            )
         return directory
 
     def stored_config(self) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def launches(model: nn.Module, shape: tuple[int, ...], training: bool,
     device = device or parameter.device
     with recorded() as found, FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(training):
         images = torch.empty(shape, dtype=parameter.dtype, device=device)
-        outputs = copied.to_empty(device=device).train(training)(images)
+        nn.Module.to_empty(copied, device=device)  # with tables of no values
+        outputs = copied.train(training)(images)
         if training:
             sum(t.float().sum() for t in tree_leaves(outputs)).backward()
     return found
