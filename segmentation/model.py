@@ -65,7 +65,7 @@ class UperNet(HubModel):
         if isinstance(self.backbone, Swin) and not adaptive:
             self.backbone.always_partition = True
         self.img_size, self.in_chans, self.num_classes = to_pair(img_size), in_chans, num_classes
-        self.adaptive, self.canonical, self.multiple = adaptive, canonical, self.backbone.multiple
+        self.adaptive, self.multiple = adaptive, self.backbone.multiple
         dims = [info["num_chs"] for info in self.backbone.feature_info]
         self.strides = [info["reduction"] for info in self.backbone.feature_info]
         self.norms = nn.ModuleList(nn.LayerNorm(dim) if stage_norms else nn.Identity() for dim in dims)
@@ -75,6 +75,15 @@ class UperNet(HubModel):
                                     upsampling=upsampling, **head)  # fmt: skip
         self.auxiliary_head = FCNHead(dim=dims[-2], channels=auxiliary_channels, **head) if auxiliary_channels else None
         self.init_weights()
+
+    @property
+    def canonical(self) -> bool:
+        """Whether the backbone's canonical anchor is on; may be switched, as a classifier's."""
+        return self.backbone.canonical
+
+    @canonical.setter
+    def canonical(self, on: bool) -> None:
+        self.backbone.canonical = on
 
     def init_weights(self) -> None:
         """Convolutions as in MMSegmentation. The classifiers keep torch's own start: from scratch, theirs (std 0.01)

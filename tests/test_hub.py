@@ -219,6 +219,17 @@ def test_arguments_of_a_wrong_kind_are_refused_by_name() -> None:
     assert (listed.config["depths"], listed.config["img_size"]) == ((1, 1), (32, 64))
 
 
+@torch.no_grad()
+def test_the_canonical_anchor_of_a_built_segmenter_is_switched(tmp_path: Path) -> None:
+    """Else the paper's modules are measured behind it, and the model is saved as what it was not."""
+    model, plain = from_pretrained("upernet_a_swin_micro"), from_pretrained("upernet_a_swin_micro", canonical=False)
+    x = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    before, model.canonical = model(x), False
+    assert not torch.equal(before, plain(x))
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(from_pretrained(str(model.save_pretrained(tmp_path)))(x), plain(x))
+
+
 @pytest.mark.parametrize("name", ["swin/checkpoints/a_swin_micro", "segmentation/checkpoints/upernet_a_swin_micro"])
 def test_preprocessing_is_saved_again(name: str, tmp_path: Path) -> None:
     """Else a copy is evaluated with ImageNet's mean and std, without a word."""
