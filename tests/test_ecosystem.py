@@ -1,5 +1,6 @@
 """timm: our models under its name, and its models made adaptive by one line. torch.func: several models at once."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from common.evaluation.evaluate import load_for_evaluation
 
 SHIFTS = ((1, 0), (0, 3), (17, 5), (-31, 40))
 MICRO = list_models("a_*_micro")
+COARSE = partial(torch.nn.LayerNorm, eps=1e-3)
 
 
 @pytest.mark.parametrize("name", MICRO)
@@ -182,6 +184,17 @@ def test_options_of_timm_are_found_in_layers_that_begin_with_zeros() -> None:
     with pytest.raises(ValueError, match="something different from our model"):
         adapt(model)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("name", "options"), [("swinv2_tiny_window8_256", {"act_layer": "gelu_tanh"}),
+                                               ("swinv2_tiny_window8_256", {"act_layer": "quick_gelu"}),
+                                               ("swin_tiny_patch4_window7_224", {"norm_layer": COARSE})])  # fmt: skip
+def test_small_differences_of_timm_models_are_found(name: str, options: dict[str, Any]) -> None:
+    """Another GELU or another eps of norms: logits would differ by 1e-5 to 1e-3, without a word."""
+    size = 64 if "v2" in name else 56
+    model = timm.create_model(name, img_size=size, depths=(1, 1), num_heads=(3, 6), embed_dim=48, **options)
+    with pytest.raises(ValueError, match="something different from our model"):
+        adapt(model)
 
 
 def test_a_timm_model_in_bfloat16_is_adapted_and_keeps_how_images_are_prepared(tmp_path: Path) -> None:
