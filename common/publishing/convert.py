@@ -75,6 +75,7 @@ def windowed_config(model: Any) -> dict[str, Any]:
             "embed_dim": model.embed_dim, "depths": tuple(len(stage.blocks) for stage in stages),
             "num_heads": tuple(stage.blocks[0].attn.num_heads for stage in stages),
             "window_size": tuple(first.window_size),
+            "qkv_bias": getattr(first.attn, "q_bias", first.attn.qkv.bias) is not None,
             "mlp_ratio": first.mlp.fc1.out_features / first.mlp.fc1.in_features,
             "drop_rate": model.head.drop.p, "proj_drop_rate": first.mlp.drop1.p,
             "attn_drop_rate": first.attn.attn_drop.p,
