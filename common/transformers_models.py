@@ -49,6 +49,8 @@ PROCESSING = ("_from_auto", "_from_pipeline", "_commit_hash", "use_fast", "backe
 class Config(PreTrainedConfig):
     """config.json as transformers sees it: the arguments of the model and the names of its classes."""
 
+    attribute_map: ClassVar[dict[str, str]] = {"num_classes": "num_labels"}  # two names of one number
+
     def __post_init__(self, **kwargs: Any) -> None:
         if self.id2label is None and "num_classes" in kwargs:
             kwargs.setdefault("num_labels", kwargs["num_classes"])
@@ -79,6 +81,7 @@ class _Model(PreTrainedModel):
     def from_pretrained(cls, source: str | os.PathLike[str], *, config: Any = None,  # type: ignore[override]
                         dtype: Any = None, **kwargs: Any) -> "_Model":  # fmt: skip
         hub = {key: kwargs.pop(key) for key in HUB if key in kwargs}
+        dtype = kwargs.pop("torch_dtype", None) if dtype is None else dtype  # its name in older code
         if unknown := sorted(k for k, value in kwargs.items() if k not in WITHOUT_EFFECT and value is not None):
             raise ValueError(f"{unknown} do not apply to {cls.__name__}: load the model, then move it with .to(device)")
         if config is None:

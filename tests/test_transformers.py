@@ -146,6 +146,9 @@ def test_options_are_heard_or_refused() -> None:
     auto, processor = transformers.AutoModelForImageClassification, transformers.AutoImageProcessor
     assert next(auto.from_pretrained(SWIN, dtype="bfloat16").parameters()).dtype == torch.bfloat16
     assert next(auto.from_pretrained(SWIN, dtype="auto").parameters()).dtype == torch.float32
+    assert next(auto.from_pretrained(SWIN, torch_dtype=torch.float16).parameters()).dtype == torch.float16
+    with pytest.warns(UserWarning, match="start anew for 3"):
+        assert auto.from_pretrained(SWIN, num_classes=3)(torch.zeros(1, 3, 32, 32)).logits.shape == (1, 3)
     with pytest.raises(ValueError, match="unknown dtype"):
         type(auto.from_pretrained(SWIN)).from_pretrained(SWIN, dtype="bfloat17")
     with pytest.raises(ValueError, match="'size'.* do not apply"):
