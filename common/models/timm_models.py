@@ -72,6 +72,10 @@ def _register(name: str, load: Callable[..., HubModel]) -> None:
         model.pretrained_cfg = model.default_cfg = {**model.default_cfg, **config, "architecture": name}
         if not features_only:
             return model
+        if model.adaptive:
+            warnings.warn("maps of an adaptive model begin where its anchors chose, not at the corner of the image: to "
+                          "know where, create the whole model and call forward_intermediates(x, return_offsets=True)",
+                          stacklevel=3)  # fmt: skip
         return FeatureGetterNet(model, out_indices=out_indices or len(model.feature_info))
 
     entry.__name__ = entry.__qualname__ = name
