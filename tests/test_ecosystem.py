@@ -1,5 +1,6 @@
 """timm: our models under its name, and its models made adaptive by one line. torch.func: several models at once."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,21 @@ def test_pretrained_weights_by_timms_configuration() -> None:
     expected = type(expected).from_pretrained(source)
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(model(x), expected(x))
+
+
+def test_weights_by_timms_configuration_come_with_their_arguments(tmp_path: Path) -> None:
+    """CvT's anchors were of another sketch than those of its training: of 200 images 92 changed their label."""
+    source, x = "cvt/checkpoints/a_cvt_micro", torch.randn(8, 3, 32, 32)
+    model: Any = timm.create_model("a_cvt_micro", pretrained=True, pretrained_cfg={"file": source}).eval()
+    assert torch.equal(model(x), from_pretrained(source)(x))
+    given: Any = timm.create_model("cvt_micro", pretrained=True, pretrained_cfg={"file": source}, sketch=3)
+    assert (given.config["sketch"], given.adaptive) == (3, False)
+    with pytest.raises(ValueError, match=r"depths \(1, 1, 2\), not \(2, 4, 1\) as a_cvt_mini.*'local-dir:FOLDER'"):
+        timm.create_model("a_cvt_mini", pretrained=True, pretrained_cfg={"file": source})
+    shutil.copy(ROOT / source / "model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text('{"architecture": "of timm", "pretrained_cfg": {"url": "https://x.y/z"}}')
+    bare: Any = timm.create_model("a_cvt_micro", pretrained=True, pretrained_cfg={"file": str(tmp_path)})
+    assert bare.config["sketch"] == create_model("a_cvt_micro").config["sketch"] != model.config["sketch"]
 
 
 SAVED = sorted(str(path.parent) for path in ROOT.glob("*/checkpoints/a_*/config.json"))

@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from shiftvit import PACKAGES, ROOT
 
 from ..ops.ahead import compile_kernels
-from .configs import StoredInput, check_names, check_types, read_config, read_fields
+from .configs import MAX_JSON, StoredInput, check_names, check_types, read_config, read_fields
 from .weights import check_state, load_weights, read_header, without
 
 __all__ = ["CONFIG_NAME", "OURS", "PREPROCESSOR_NAME", "WEIGHTS_NAME", "HubModel", "StoredInput", "compile_options",
-           "embedded", "read_config", "read_fields", "read_input", "resolve_file", "upload_directory"]  # fmt: skip
+           "embedded", "has_config", "read_config", "read_fields", "read_input", "resolve_file",
+           "upload_directory"]  # fmt: skip
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -258,6 +259,15 @@ def _locate(source: str | os.PathLike[str], name: str, **hub: Any) -> Path:
     if directory.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
         raise FileNotFoundError(f"no directory {source}, and it is not a Hub id of the form 'owner/name'")
     return Path(hf_hub_download(str(source), name, **hub))
+
+
+def has_config(source: str | os.PathLike[str], **hub: Any) -> bool:
+    """Whether weights have a config.json that names the type of a model: timm's do not."""
+    try:
+        with _locate(source, CONFIG_NAME, **hub).open("rb") as file:
+            return b'"model_type"' in file.read(MAX_JSON)
+    except (FileNotFoundError, EntryNotFoundError):
+        return False
 
 
 def plain(value: Any) -> Any:

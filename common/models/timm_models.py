@@ -6,18 +6,22 @@ A name that timm uses itself (``mvitv2_tiny``) stays timm's.
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import timm
+import torch
 from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from .classifier import Classifier
-from .hub import WEIGHTS_NAME, HubModel, read_input, resolve_file
+from .hub import WEIGHTS_NAME, HubModel, has_config, read_input, resolve_file
 from .weights import load_weights
 
 __all__: list[str] = []
+
+SIZE = ("depths", "embed_dim", "embed_dims")
+"""Arguments by which the variants of an architecture are told apart."""
 
 Source = tuple[str, dict[str, Any]]
 """A directory or Hub id, and where on the Hub."""
@@ -27,6 +31,9 @@ def expose(name: str, build: Callable[..., HubModel]) -> None:
     """Let timm build ``name``."""
 
     def load(source: Source | None, pretrained: bool, **kwargs: Any) -> HubModel:
+        resized = "img_size" in kwargs
+        if pretrained and source is not None:
+            kwargs = _stored_arguments(name, build, source, kwargs) | kwargs
         model = build(**kwargs)
         if pretrained and source is None:
             raise RuntimeError(f"no weights of {name} are published yet: give pretrained_cfg={{'hf_hub_id': ...}} "
@@ -37,10 +44,30 @@ def expose(name: str, build: Callable[..., HubModel]) -> None:
                               "training", stacklevel=2)  # fmt: skip
             stored = read_input(model.input_fields, source[0], **source[1])
             if isinstance(model, Classifier) and stored:
-                model.set_input(**stored | ({"size": model.img_size, "resize": None} if "img_size" in kwargs else {}))
+                model.set_input(**stored | ({"size": model.img_size, "resize": None} if resized else {}))
         return model
 
     _register(name, load)
+
+
+def _stored_arguments(name: str, build: Callable[..., HubModel], source: Source,
+                      kwargs: Mapping[str, Any]) -> dict[str, Any]:  # fmt: skip
+    """The arguments that our config.json beside some weights says they were trained with; none where there is none,
+    as beside timm's. The name says whether the model is adaptive, how many classes it has, and its size, which must be
+    that of the stored one."""
+    if not has_config(source[0], **source[1]):
+        return {}
+    with torch.device("meta"):
+        named = build()
+    stored, _ = type(named).read_arguments(source[0], {}, **source[1])
+    for key in SIZE:
+        own = named.config.get(key)
+        if key not in kwargs and (found := stored.get(key, own)) != own:
+            raise ValueError(f"{source[0]} holds a model of {key} {found}, not {own} as {name}: create "
+                             "'local-dir:FOLDER' or 'hf-hub:OWNER/NAME', which takes the size from "
+                             "config.json")  # fmt: skip
+    zeros = {"padding_mode"} if stored.get("padding_mode") == "zeros" else set()  # the default's own
+    return {key: value for key, value in stored.items() if key not in {"adaptive", "num_classes", *zeros}}
 
 
 def expose_saved(name: str, find: Callable[[], type[HubModel]]) -> None:
