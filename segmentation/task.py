@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from common.data.splits import check_rows
 from common.evaluation.metrics import IGNORE_INDEX
-from common.models.hub import WEIGHTS_NAME, resolve_file
 from common.models.registry import create_model
-from common.models.weights import load_weights
 from common.training.recipe import BaseRecipe, RunOptions
-from common.training.task import Task, warn_of_misfit
+from common.training.task import Task, start_from, warn_of_misfit
 
 from .data import load_scenes
 from .evaluation import evaluate, parse_metric
@@ -102,9 +100,7 @@ class Segmentation(Task[SegmentationRecipe]):
                                         '--backbone "" starts from scratch') from None  # fmt: skip
             self.accelerator.print(f"backbone of {recipe.backbone}")
         if recipe.pretrained:
-            fresh = load_weights(model, resolve_file(recipe.pretrained, WEIGHTS_NAME), model.last_layer)
-            said = f" but {', '.join(fresh)}, which start anew for {classes} classes" if fresh else ""
-            self.accelerator.print(f"weights of {recipe.pretrained}{said}")
+            self.accelerator.print(start_from(model, recipe.pretrained))
         model.backbone.freeze(recipe.freeze)
         model.set_grad_checkpointing(self.options.gradient_checkpointing)
         if self.batches_are_joined():

@@ -23,6 +23,7 @@ from common import create_model
 from common.evaluation.evaluate import main as evaluate
 from common.training.engine import _parameters, train
 from common.training.recipe import BaseRecipe, parse_command_line
+from common.training.task import start_from
 from swin.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -175,3 +176,16 @@ def test_timm_models_are_evaluated_with_their_own_preprocessing(tmp_path: Path) 
                             "c_cons@4", "s_cons", "--json", str(tmp_path / "out.json")])  # fmt: skip
     assert results["images"] == 40
     assert json.loads((tmp_path / "out.json").read_text())["c_cons@4"] == results["c_cons@4"]
+
+
+def test_a_start_tells_what_the_trained_model_had_otherwise(tmp_path: Path) -> None:
+    """Else weights go on in a model that computes something else with them, without a word."""
+    source, model = ROOT / "cvt" / "checkpoints" / "a_cvt_micro", create_model("a_cvt_micro", num_classes=3)
+    said = start_from(model, str(source))
+    assert "weights of" in said
+    assert "head.fc.bias: new for 3 classes" in said
+    assert "that model has sketch=16; this one sketch=4 (--model_args changes it)" in said
+    same = create_model("a_cvt_micro", sketch=16, drop_path_rate=0.3)
+    assert start_from(same, str(source)) == f"weights of {source}"
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    assert start_from(same, str(tmp_path)) == f"weights of {tmp_path}"  # weights alone serve, too

@@ -1,5 +1,6 @@
 """What a training run is about: model, data, loss, measurements. The loop in ``engine`` needs nothing else."""
 
+import re
 import warnings
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
 from ..data.preprocess import IMAGENET_MEAN, Mixing, Preprocess
@@ -16,12 +18,12 @@ from ..data.sources import load_data
 from ..data.splits import Split, check_rows
 from ..evaluation.evaluate import evaluate, parse_metric
 from ..models.classifier import Classifier
-from ..models.hub import WEIGHTS_NAME, HubModel, resolve_file
+from ..models.hub import CONFIG_NAME, WEIGHTS_NAME, HubModel, read_config, resolve_file
 from ..models.registry import create_model
 from ..models.weights import load_weights
 from .recipe import BaseRecipe, Recipe, RunOptions
 
-__all__ = ["Classification", "Task"]
+__all__ = ["Classification", "Task", "start_from"]
 
 R = TypeVar("R", bound=BaseRecipe)
 
@@ -123,9 +125,7 @@ class Classification(Task[Recipe]):
         if not isinstance(model, Classifier):
             raise TypeError(f"{recipe.model} is no classifier: see segmentation/train.py")
         if recipe.pretrained:
-            fresh = load_weights(model, resolve_file(recipe.pretrained, WEIGHTS_NAME), model.last_layer)
-            said = f" but {', '.join(fresh)}, which starts anew for {classes} classes" if fresh else ""
-            self.accelerator.print(f"weights of {recipe.pretrained}{said}")
+            self.accelerator.print(start_from(model, recipe.pretrained))
         model.freeze(recipe.freeze)
         model.set_grad_checkpointing(self.options.gradient_checkpointing)
         return model
@@ -149,3 +149,25 @@ class Classification(Task[Recipe]):
 
     def save(self, directory: Path, state: dict[str, Tensor]) -> None:
         self.preprocess.save(self.model.save_pretrained(directory, state))
+
+
+REGULARISERS = re.compile(r"num_classes|.*drop.*_rate")  # arguments that a new training may well choose anew
+
+
+def start_from(model: HubModel, source: str) -> str:
+    """Load the weights of a trained model, but the last layer if it is for other classes; returns what to say of it:
+    also which arguments of that model this one does not have, since they may change what the weights compute."""
+    fresh = load_weights(model, resolve_file(source, WEIGHTS_NAME), model.last_layer)
+    said = f"weights of {source}"
+    if fresh:
+        said += f" but {', '.join(fresh)}: new for {model.config['num_classes']} classes"
+    try:
+        stored = read_config(resolve_file(source, CONFIG_NAME))
+    except (FileNotFoundError, EntryNotFoundError):
+        return said
+    other = {key: value for key, value in stored.items() if key in model.config and value != model.config[key]
+             and not REGULARISERS.fullmatch(key)}  # fmt: skip
+    if other:
+        there, here = (", ".join(f"{key}={known[key]}" for key in other) for known in (stored, model.config))
+        said += f"\nthat model has {there}; this one {here} (--model_args changes it)"
+    return said
