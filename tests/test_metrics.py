@@ -177,6 +177,8 @@ def test_a_metric_that_would_measure_something_else_is_refused() -> None:
             s_cons(by_mean, images, crop=crop)
     with pytest.raises(ValueError, match=r"labels have shape \(3, 1\) for 3 images"):
         top1(by_mean, (x, y[:, None]))
+    with pytest.raises(ValueError, match="measure a segmenter by miou"):
+        c_cons(lambda images: images, x)  # which compared the brightest columns of each row
     assert top1(by_mean, [x, y]) == 100.0  # a batch as loaders give it
     assert c_cons(by_mean, [x, x]) == 100.0  # two batches of images
     with pytest.raises(ValueError, match="resized to 12 and then cropped to"):

@@ -103,7 +103,11 @@ def massc(model: Model, data: Data, *, max_shift: int | None = None, pairs: int 
 
 @torch.no_grad()
 def predict(model: Model, images: Tensor) -> Tensor:
-    return model(images).argmax(-1)
+    logits = model(images)
+    if logits.ndim != 2:  # of a segmenter: labels along its width would be compared
+        raise ValueError(f"expected logits (B, classes) of a classifier, got {tuple(logits.shape)}: measure a "
+                         "segmenter by miou, mascc or massc")  # fmt: skip
+    return logits.argmax(1)
 
 
 @torch.no_grad()
