@@ -107,7 +107,10 @@ def parse_metric(name: str) -> tuple[str, int | None]:
     match = METRIC.fullmatch(name)
     if not match or name.startswith("miou@"):
         raise ValueError(f"unknown metric {name!r}: choose among {METRICS}")
-    return match[1], int(match[2]) if match[2] else None
+    reach = int(match[2]) if match[2] else None
+    if reach is not None and reach < (2 if match[1] == "mascc_worst" else 1):
+        raise ValueError(f"the metric {name!r} shifts nothing: choose among {METRICS}")
+    return match[1], reach
 
 
 def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:

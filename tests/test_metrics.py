@@ -11,6 +11,7 @@ from common.data.sources import load_data
 from common.data.splits import Arrays
 from common.evaluation.evaluate import evaluate, parse_metric
 from common.evaluation.metrics import c_cons, mascc, massc, s_cons, top1
+from segmentation.evaluation import parse_metric as parse_pixel_metric
 
 
 def by_brightest_column(x: Tensor) -> Tensor:
@@ -117,6 +118,25 @@ def test_shifts_by_multiples() -> None:
     for name in ("c_cons/8", "s_cons@31/8", "c_cons@31/0"):
         with pytest.raises(ValueError, match="unknown metric"):
             parse_metric(name)
+
+
+def test_a_metric_that_measures_nothing_is_refused() -> None:
+    """Else top1@5 is top-1 and looks like top-5, c_cons_worst@0 is that of 8, and the rest is 100 % or top-1."""
+    names = ("top1@5", "kept@4:half", "kept", "top1:erased", "top1:half@3", "c_cons@0", "s_cons@0", "c_cons@3/4",
+             "c_cons_worst@0", "c_cons_worst@1")  # fmt: skip
+    for name in names:
+        with pytest.raises(ValueError, match=f"the metric '{name}' would shift or change nothing"):
+            parse_metric(name)
+    for name in ("mascc@0", "massc@0", "mascc_worst@1"):
+        with pytest.raises(ValueError, match=f"the metric '{name}' shifts nothing"):
+            parse_pixel_metric(name)
+
+
+def test_a_metric_may_be_named_twice() -> None:
+    """Else the command ends with a traceback after the first batch."""
+    test = load_data("digits")[1].head(4)
+    measured = evaluate(by_mean, test, Preprocess(size=(32, 32)), ["top1", "c_cons", "top1"], progress=False)
+    assert measured["c_cons"] == 100.0
 
 
 def test_digits_are_real_held_out_and_drawn_with_a_margin() -> None:

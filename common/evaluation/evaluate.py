@@ -79,7 +79,7 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Prepro
         gathered = accelerator.gather_for_metrics(torch.stack(outcomes, 1))  # images, 1 + metrics
         gathered = gathered[gathered[:, 0]]
         counted += len(gathered)
-        for i, name in enumerate(metrics, 1):
+        for i, name in enumerate(parsed, 1):
             right[name] += gathered[:, i].sum()
     total = int(counted)
     if not total:
@@ -104,8 +104,14 @@ def parse_metric(name: str) -> Metric:
     match = METRIC.fullmatch(name)
     if not match or (match["step"] and match["kind"] != "c_cons"):
         raise ValueError(f"unknown metric {name!r}: choose among {METRICS}")
+    kind, change, step, amount = match["kind"], match["change"], int(match["step"] or 1), int(match["amount"] or 0)
     reach = int(match["reach"]) if match["reach"] else None
-    return Metric(match["kind"], reach, int(match["step"] or 1), match["change"], int(match["amount"] or 0))
+    least = 2 if kind == "c_cons_worst" else step
+    unshifted = reach is not None and (kind in ("top1", "kept") or reach < least)
+    if unshifted or (kind == "kept" and not change) or (change == "erased") != (amount > 0):
+        raise ValueError(f"the metric {name!r} would shift or change nothing, or leave out a number that it has: "
+                         f"choose among {METRICS}")  # fmt: skip
+    return Metric(kind, reach, step, change, amount)
 
 
 def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
