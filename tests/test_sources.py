@@ -54,6 +54,7 @@ def test_image_trees(tmp_path: Path) -> None:
                 path = tmp_path / split / name / f"{i}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(encode(10 * c + i))
+        (tmp_path / split / ".ipynb_checkpoints").mkdir()  # no class
     train, test = load_data(str(tmp_path))
     assert train.classes == ("cat", "dog")
     assert train.labels.tolist() == [0, 0, 0, 1, 1, 1]

@@ -235,7 +235,7 @@ def find_column(have: list[str], wanted: tuple[str, ...], file: Path | str) -> s
 
 
 def _read_tree(folder: Path, skip_broken: bool) -> Split:
-    classes = sorted(p.name for p in folder.iterdir() if p.is_dir())
+    classes = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     found = [(path, label) for label, name in enumerate(classes) for path in sorted((folder / name).iterdir())
              if not path.name.startswith(".")]  # fmt: skip
     items = [(path, label) for path, label in found if path.suffix.lower() in IMAGE_SUFFIXES]
