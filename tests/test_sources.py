@@ -47,6 +47,20 @@ def test_parquet_folders(tmp_path: Path, image: str, label: str, names: tuple[st
     assert torch.equal(train.images[1].permute(1, 2, 0), torch.from_numpy(decode_image(encode(1)).copy()))
 
 
+def test_parts_of_parquet_are_counted(tmp_path: Path) -> None:
+    """Else half a data set is trained on without a word, or all of it twice."""
+    for name in ("train-00000-of-00002", "test"):
+        write_parquet(tmp_path / f"{name}.parquet", [encode(0), encode(1)], [0, 1])
+    with pytest.warns(UserWarning, match="has 1 of 2 files of its 'train' split: the others are left out"):
+        assert len(load_data(str(tmp_path))[0]) == 2
+    (tmp_path / "train-00000-of-00002.parquet").rename(tmp_path / "train-00000-of-00001.parquet")
+    for other in ("train", "data/train", "train-00000-of-00001-c0ffee"):
+        write_parquet(tmp_path / f"{other}.parquet", [encode(0)], [0])
+        with pytest.raises(ValueError, match="holds the 'train' split more than once, in "):
+            load_data(str(tmp_path))
+        (tmp_path / f"{other}.parquet").unlink()
+
+
 def test_image_trees(tmp_path: Path) -> None:
     for split, count in (("train", 3), ("val", 1)):
         for c, name in enumerate(("cat", "dog")):

@@ -174,9 +174,19 @@ def load_split(folder: Path, names: Iterable[str], skip_broken: bool = False) ->
 
 
 def parquet_files(folder: Path, name: str) -> list[Path]:
-    """The files of a split: NAME.parquet or, of parts, NAME-NUMBER.parquet. ``trainval`` is no part of ``train``."""
+    """The files of a split: NAME.parquet or, of parts, NAME-NUMBER.parquet. ``trainval`` is no part of ``train``.
+    Warns of missing parts, raises a ValueError where a split is there twice."""
     found = sorted([*folder.glob(f"{name}*.parquet"), *folder.glob(f"data/{name}*.parquet")])
-    return [file for file in found if re.fullmatch(r"([-_.]?\d[\w.-]*)?\.parquet", file.name.removeprefix(name))]
+    found = [file for file in found if re.fullmatch(r"([-_.]?\d[\w.-]*)?\.parquet", file.name.removeprefix(name))]
+    most = min((int(m[1]) for file in found if (m := re.search(r"\d-of-(\d+)", file.name))), default=len(found))
+    whole = any(file.name == f"{name}.parquet" for file in found)
+    if len(found) > most or (whole and len(found) > 1) or len({file.parent for file in found}) > 1:
+        raise ValueError(f"{folder} holds the {name!r} split more than once, in "
+                         f"{shown([file.relative_to(folder) for file in found])}: move away all but one")  # fmt: skip
+    if len(found) < most:
+        warnings.warn(f"{folder} has {len(found)} of {most} files of its {name!r} split: the others are left out",
+                      stacklevel=2)  # fmt: skip
+    return found
 
 
 def _read_parquet(files: list[Path], skip_broken: bool) -> Split:
