@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from .preprocess import Preprocess
 from .sources import (
@@ -27,7 +27,7 @@ from .sources import (
 )
 from .splits import Batch, Encoded, Split
 
-__all__ = ["Stream", "load_stream"]
+__all__ = ["Stream", "endless", "load_stream"]
 
 BUFFER = 10_000  # images among which a stream is shuffled
 
@@ -119,6 +119,22 @@ def load_stream(name: str, skip_broken: bool = False) -> tuple[Stream, Split]:
     count = known or (train.info.splits["train"].num_examples if train.info.splits else None)
     if not count:
         raise ValueError(f"{name} does not say how many training images it has: read it without --streaming")
-    held_out = next(s for s in ("validation", "test", "val") if s in datasets.get_dataset_split_names(repository))
+    names = datasets.get_dataset_split_names(repository, revision=revision or None)
+    held_out = next((split for split in ("validation", "test", "val") if split in names), None)
+    if held_out is None:
+        raise ValueError(f"{name} has splits {sorted(names)}: expected train and one of {EVALUATION_SPLITS}")
     test = datasets.load_dataset(repository, revision=revision or None, split=held_out)
     return Stream(train, count, name, skip_broken), from_dataset(test, f"{name} ({held_out})", skip_broken)
+
+
+def endless(loader: DataLoader) -> Iterator[Any]:
+    """The batches of a stream, again and again; each worker of each process makes batches of its own."""
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError(f"no worker of a process finds {loader.batch_size} readable images in its part of the "
+                             "stream: choose fewer --dataloader_num_workers or a smaller --batch_size, or leave out "
+                             "--streaming")  # fmt: skip

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ..data.splits import Arrays, EpochSampler
-from ..data.streaming import Stream
+from ..data.streaming import Stream, endless
 from ..data.workers import outlive_sigterm
 from ..evaluation.flags import check_precision
 from ..evaluation.plots import plot_curves
@@ -263,8 +263,7 @@ def _batches(loader: Any, epoch: int, done: int, count: int, accelerator: Accele
         return
     # a stream: the shards of processes differ in length, so a short one begins anew
     loader.dataset.set_epoch(epoch)
-    endless = itertools.chain.from_iterable(itertools.repeat(loader))
-    for batch in itertools.islice(endless, done, count):
+    for batch in itertools.islice(endless(loader), done, count):
         yield send_to_device(batch, accelerator.device, non_blocking=True)
 
 
