@@ -1,5 +1,6 @@
 """Names of classes: stored at training, shown wherever a label is. Else a person reads "1" where a cat is."""
 
+import io
 import json
 import runpy
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from conftest import ROOT
 from PIL import Image
 
 from common import from_pretrained
+from common.data.sources import load_data
+from common.data.streaming import load_stream
 from common.evaluation.evaluate import main as evaluate
 from common.publishing.cards import model_card
 from common.publishing.manifest import training_runs
@@ -97,3 +100,25 @@ def test_segmentation_draws_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pictures({"a": model}, torch.zeros(1, 3, 64, 64), torch.tensor([[1, 1]]), tmp_path / "figure.png",
              preprocess=ScenePreprocess(size=(64, 64)), names=model.class_names)  # fmt: skip
     assert drawn == [["background"]]
+
+
+def test_splits_have_the_same_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an evaluation split that names its classes in another order, or lacks one, is compared with other classes:
+    streamed, or from the Hub."""
+    import datasets
+
+    features = [datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+                for names in (["cat", "dog"], ["dog", "cat"])]  # fmt: skip
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    rows = {"image": [{"bytes": buffer.getvalue(), "path": None}] * 2, "label": [0, 1]}
+    for name, feature in zip(("train", "test"), features, strict=True):
+        datasets.Dataset.from_dict(rows, features=feature).to_parquet(tmp_path / f"{name}.parquet")
+    train, test = load_stream(str(tmp_path))
+    assert (train.classes, test.classes, test.labels.tolist()) == (("cat", "dog"), ("cat", "dog"), [1, 0])
+
+    parts = {part: datasets.Dataset.from_dict({**rows, "label": labels}).cast_column("image", datasets.Image())
+             for part, labels in (("train", ["cat", "dog"]), ("test", ["dog", "dog"]))}  # fmt: skip
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.DatasetDict(parts))
+    train, test = load_data("owner/name")
+    assert (train.classes, test.classes, test.labels.tolist()) == (("cat", "dog"), ("cat", "dog"), [1, 1])

@@ -16,7 +16,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .preprocess import SMALL
-from .splits import Arrays, Encoded, Split, check_rows, load_digits_data
+from .splits import Arrays, Encoded, Split, check_rows, load_digits_data, same_classes, shown
 
 __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "decode_image",
            "find_column", "load_data", "load_folder", "load_hub", "load_split", "open_image", "parquet_files",
@@ -71,22 +70,7 @@ def load_folder(folder: Path, skip_broken: bool = False) -> tuple[Split, Split]:
                                 "Hub id 'owner/name'")  # fmt: skip
     train = load_split(folder, ("train",), skip_broken)
     test = load_split(folder, EVALUATION_SPLITS, skip_broken)
-    if train.classes != test.classes:
-        names = max(train.classes, test.classes, key=len)
-        if all(name == str(i) for split in (train, test) for i, name in enumerate(split.classes)):
-            train, test = (replace(split, classes=names) for split in (train, test))  # type: ignore[type-var]
-        elif unknown := sorted(set(test.classes) - set(train.classes)):
-            raise ValueError(f"{folder}: train has classes {shown(train.classes)}, but not {shown(unknown)} of the "
-                             "evaluation split: name the classes of both alike")  # fmt: skip
-        else:  # an evaluation split that lacks a class, or counts them in another order
-            place = torch.tensor([train.classes.index(name) for name in test.classes])
-            test = replace(test, labels=place[test.labels], classes=train.classes)  # type: ignore[type-var]
-    return train, test
-
-
-def shown(values: Sequence[Any]) -> str:
-    """The first few, for an error."""
-    return ", ".join(str(value)[:40] for value in values[:3]) + (", ..." if len(values) > 3 else "")
+    return same_classes(train, test, str(folder))
 
 
 def read_labels(values: Sequence[Any], names: Sequence[str] | None, where: str) -> tuple[Tensor, tuple[str, ...]]:
@@ -134,7 +118,7 @@ def load_hub(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
     train, test = (from_dataset(found[split], f"{name} ({split})", skip_broken) for split in ("train", evaluation))
     if repository in KNOWN:
         check_rows(name, (len(train), len(test), len(train.classes)), KNOWN[repository])
-    return train, test
+    return same_classes(train, test, name)
 
 
 def import_datasets(name: str) -> Any:

@@ -7,8 +7,8 @@ images). Either way ``fetch`` turns a batch of the loader into (images, labels, 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from torch.utils.data import Dataset, Sampler
 from ..seeding import derive_seed
 from .preprocess import Preprocess
 
-__all__ = ["Arrays", "Encoded", "EpochSampler", "Split", "check_rows", "load_digits_data"]
+__all__ = ["Arrays", "Encoded", "EpochSampler", "Split", "check_rows", "load_digits_data", "same_classes",
+           "shown"]  # fmt: skip
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -212,3 +213,26 @@ def check_rows(name: str, found: tuple[int, int, int], expected: tuple[int, int,
         wrong = ", ".join(f"{have:,} {thing} instead of {want:,}" for have, want, thing in rows if have != want)
         raise ValueError(f"{name} has {wrong}: it is not the whole data set; fetch it again, or leave out "
                          "--expected_rows to train on it as it is")  # fmt: skip
+
+
+S = TypeVar("S", bound=Split)
+T = TypeVar("T", bound=Split)
+
+
+def same_classes(train: S, test: T, where: str) -> tuple[S, T]:
+    """Two splits whose classes were found apart know the same ones, in the order of the first."""
+    if train.classes == test.classes:
+        return train, test
+    numbered = all(name == str(i) for split in (train, test) for i, name in enumerate(split.classes))
+    if numbered and len(train.classes) < len(test.classes) and is_dataclass(train):
+        train = replace(train, classes=test.classes)
+    if unknown := sorted(set(test.classes) - set(train.classes)):
+        raise ValueError(f"{where}: train has classes {shown(train.classes)}, but not {shown(unknown)} of the "
+                         "evaluation split: name the classes of both alike")  # fmt: skip
+    place = torch.tensor([train.classes.index(name) for name in test.classes])
+    return train, replace(test, labels=place[test.labels], classes=train.classes)  # type: ignore[type-var]
+
+
+def shown(values: Sequence[Any]) -> str:
+    """The first few, for an error."""
+    return ", ".join(str(value)[:40] for value in values[:3]) + (", ..." if len(values) > 3 else "")

@@ -25,7 +25,7 @@ from .sources import (
     parquet_files,
     read_labels,
 )
-from .splits import Batch, Encoded, Split
+from .splits import Batch, Encoded, Split, same_classes
 
 __all__ = ["Stream", "endless", "load_stream"]
 
@@ -112,7 +112,8 @@ def load_stream(name: str, skip_broken: bool = False) -> tuple[Stream, Split]:
         paths = [str(file) for file in files]
         train = datasets.load_dataset("parquet", data_files={"train": paths}, split="train", streaming=True)
         count = sum(pq.read_metadata(file).num_rows for file in files)
-        return Stream(train, count, name, skip_broken), load_split(folder, EVALUATION_SPLITS, skip_broken)
+        stream = Stream(train, count, name, skip_broken)
+        return same_classes(stream, load_split(folder, EVALUATION_SPLITS, skip_broken), name)
     repository, _, revision = name.partition("@")
     train = datasets.load_dataset(repository, revision=revision or None, split="train", streaming=True)
     known = KNOWN.get(repository, (None,))[0]
@@ -124,7 +125,8 @@ def load_stream(name: str, skip_broken: bool = False) -> tuple[Stream, Split]:
     if held_out is None:
         raise ValueError(f"{name} has splits {sorted(names)}: expected train and one of {EVALUATION_SPLITS}")
     test = datasets.load_dataset(repository, revision=revision or None, split=held_out)
-    return Stream(train, count, name, skip_broken), from_dataset(test, f"{name} ({held_out})", skip_broken)
+    stream = Stream(train, count, name, skip_broken)
+    return same_classes(stream, from_dataset(test, f"{name} ({held_out})", skip_broken), name)
 
 
 def endless(loader: DataLoader) -> Iterator[Any]:
