@@ -129,7 +129,10 @@ def run(family: str, variant: str, seed: int, args: argparse.Namespace) -> None:
     output = args.output_dir / name_of(family, variant, seed)
     results = train("score_study", recipe, RunOptions(output_dir=str(output), compile=args.compile, eval_every=1,
                                                       eval_batch_size=1000, limit=args.limit, report_to="none",
+                                                      overwrite_output_dir=True, checkpointing_minutes=0,
                                                       mixed_precision=args.mixed_precision), Study)  # fmt: skip
+    if "stopped_at" in results:  # by a signal, which is meant for all runs
+        raise KeyboardInterrupt
     write_json(args.output_dir / f"{name_of(family, variant, seed)}.json",
                {"family": family, "variant": variant, "seed": seed, **results})  # fmt: skip
 

@@ -1,9 +1,11 @@
 """The training loop does what its flags say: schedule, clipping, averaging, the best model, augmentation by epoch."""
 
 import json
+import runpy
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from conftest import ROOT
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -20,7 +23,7 @@ from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import load_data
 from common.data.streaming import endless, load_stream
 from common.evaluation.evaluate import evaluate
-from common.training import engine
+from common.training import engine, reproduce
 from common.training.engine import _parameters, _schedule
 from common.training.recipe import Recipe, RunOptions, parse_command_line
 from common.training.task import Classification
@@ -220,10 +223,11 @@ def test_a_warm_up_that_outlasts_the_training_is_told(tmp_path: Path, train_digi
 
 def test_a_finished_run_is_set_aside(tmp_path: Path, train_digits: Train) -> None:
     """Else the next folder's training would replace it: all have their digits in one directory."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
     for seed in ("0", "1", "2"):
         train_digits(tmp_path, "--steps", "1", "--seed", seed)
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler  # Ctrl-C interrupts again
+    assert signal.signal(signal.SIGINT, before[0]) is signal.default_int_handler  # Ctrl-C interrupts again
+    assert signal.getsignal(signal.SIGTERM) is before[1]  # and what follows, such as a battery, can be stopped
     settings = [json.loads((tmp_path / f"results.json{end}").read_text())["seed"] for end in (".old-1", ".old-2", "")]
     assert settings == [0, 1, 2]
     assert {path.name for path in tmp_path.glob("model.safetensors*")} == {
@@ -241,3 +245,23 @@ def test_streams_that_cannot_be_trained_on_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: ["train"])
     with pytest.raises(ValueError, match=r"has splits \['train'\]: expected train and one of"):
         load_stream("uoft-cs/cifar10")
+
+
+def test_a_signal_ends_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                ) -> None:  # fmt: skip
+    """Else Ctrl-C, or a cluster at the end of a job, ends one training and the next begins; and a study notes the run
+    that was cut as done, and never repeats it."""
+    begun = []
+    monkeypatch.setattr(reproduce, "train", lambda name, *_: begun.append(name) or {"stopped_at": 3})
+    arguments = ["--scale", "smoke", "--rows", "cifar10", "cifar10_default", "--output_dir", str(tmp_path)]
+    assert reproduce.main(RECIPES, "", arguments) == []
+    assert begun == ["cifar10"]
+    assert "stopped in row cifar10: the same command goes on from there" in capsys.readouterr().out
+    study = runpy.run_path(str(ROOT / "scripts" / "score_study.py"))
+    options: list[RunOptions] = []
+    study["run"].__globals__["train"] = lambda name, recipe, option, task: options.append(option) or {"stopped_at": 3}
+    args = SimpleNamespace(data="digits", epochs=1, output_dir=tmp_path, compile=False, limit=4, mixed_precision="no")
+    with pytest.raises(KeyboardInterrupt):
+        study["run"]("swin", "default", 0, args)
+    assert not list(tmp_path.glob("*.json"))
+    assert options[0].overwrite_output_dir  # the checkpoint that it wrote is not in the way

@@ -55,13 +55,14 @@ def train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task] =
     """Train, evaluate and save; returns the results that ``results.json`` holds."""
     output = Path(options.output_dir)
     accelerator = _accelerator(options)
-    interrupt = signal.getsignal(signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with locked(accelerator, output):
             return _train(name, recipe, options, task, accelerator, output)
     finally:
-        if signal.getsignal(signal.SIGINT) is not interrupt:
-            signal.signal(signal.SIGINT, interrupt)
+        for number, handler in handlers.items():  # else what follows in this process could not be stopped
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 def _accelerator(options: RunOptions) -> Accelerator:

@@ -76,7 +76,7 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
         return args.output_dir / args.scale / (f"{name}_seed{seed}" if seed else name)
 
     smoke = args.scale == "smoke"
-    table = []
+    table: list[dict[str, Any]] = []
     for name, seed in product(args.rows, args.seeds):
         recipe, output = rescale(recipes[name], args.scale), directory(name, seed)
         recipe = replace(recipe, model_args={**recipe.model_args, **model_args}, seed=seed)
@@ -89,6 +89,9 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
             output_dir=str(output), mixed_precision=args.mixed_precision, compile=args.compile,
             limit=160 if smoke else None, expected_rows=expected, resume_from_checkpoint="latest",
             checkpointing_minutes=0 if smoke else 10), task)  # fmt: skip
+        if "stopped_at" in results:  # by a signal, which is meant for all rows
+            print(f"stopped in row {name}: the same command goes on from there")
+            return table
         if args.battery and isinstance(recipe, Recipe):
             battery_of(output, recipe.data, mixed_precision=args.mixed_precision, compile=args.compile,
                        limit=8 if smoke else None, exact_images=8 if smoke else 1000, crop=recipe.crop,
