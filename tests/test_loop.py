@@ -221,6 +221,13 @@ def test_a_warm_up_that_outlasts_the_training_is_told(tmp_path: Path, train_digi
                 ) is told  # fmt: skip
 
 
+def test_without_its_metric_no_model_is_the_best(tmp_path: Path, train_digits: Train) -> None:
+    """Else best/ holds the first model that was evaluated, the least trained of all."""
+    train_digits(tmp_path, "--metrics", "c_cons", "--epochs", "2", "--eval_every", "1")
+    assert (tmp_path / "model.safetensors").exists()
+    assert not (tmp_path / "best").exists()
+
+
 def test_a_finished_run_is_set_aside(tmp_path: Path, train_digits: Train) -> None:
     """Else the next folder's training would replace it: all have their digits in one directory."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)

@@ -65,12 +65,12 @@ class RunLog:
                      "epoch_images_per_s": round(images / seconds, 1)})  # fmt: skip
 
     def evaluation(self, bar: tqdm, results: dict[str, Any], progress: Progress) -> bool:
-        """Write an evaluation; True where its metric is the best so far."""
+        """Write an evaluation; True where its metric is measured, and the best so far."""
         self.seconds, self.last = self.seconds + time.perf_counter() - self.last, time.perf_counter()
         self._write({"step": progress.step, "epoch": progress.epoch, **results})
         shown = "  ".join(f"{key} {value:.2f}" for key, value in results.items() if isinstance(value, float))
         bar.write(f"epoch {progress.epoch}: {shown}") if not bar.disable else None
-        value = results.get(self.metric, 0.0)
+        value = results.get(self.metric, -math.inf)
         best, self.best = value > self.best, max(self.best, value)
         return best
 
