@@ -228,6 +228,17 @@ def test_without_its_metric_no_model_is_the_best(tmp_path: Path, train_digits: T
     assert not (tmp_path / "best").exists()
 
 
+def test_seconds_of_training_add_up(tmp_path: Path, train_digits: Train) -> None:
+    """Else ``train_seconds`` of a run that was resumed are those of its last part: it looks fast."""
+    train_digits(tmp_path, "--epochs", "2", "--checkpointing_steps", "4")
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    rows = [{**row, "seconds": 1000.0} if row["step"] == 4 else row for row in rows]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    resumed = train_digits(tmp_path, "--epochs", "2", "--resume_from_checkpoint",
+                           str(tmp_path / "checkpoints" / "step_00000004"))  # fmt: skip
+    assert 1000 < resumed["train_seconds"] < 1100
+
+
 def test_a_finished_run_is_set_aside(tmp_path: Path, train_digits: Train) -> None:
     """Else the next folder's training would replace it: all have their digits in one directory."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)

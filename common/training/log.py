@@ -42,6 +42,7 @@ class RunLog:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
             temporary.replace(path)
             self.best = max((row[metric] for row in rows if metric in row), default=-math.inf)
+            self.seconds = max((row["seconds"] for row in rows if "seconds" in row), default=0.0)
 
     def step(self, bar: tqdm, loss: Tensor, lr: float, progress: Progress, images: int, every: int) -> None:
         bar.update()
@@ -55,7 +56,7 @@ class RunLog:
         bar.set_postfix(loss=f"{value:.3f}", lr=f"{lr:.2g}", images_per_s=f"{rate:,.0f}")
         measured = {"loss": value} if math.isfinite(value) else {"skipped": True}  # a step that fp16 left out
         self._write({"step": progress.step, "epoch": progress.epoch, **measured, "lr": lr,
-                     "images_per_s": round(rate, 1)})  # fmt: skip
+                     "images_per_s": round(rate, 1), "seconds": round(self.seconds, 2)})  # fmt: skip
 
     def epoch(self, progress: Progress, images: int, loss: Tensor, clock: Clock) -> None:
         """Write the rate over a whole epoch, loading and augmentation included."""
@@ -67,7 +68,7 @@ class RunLog:
     def evaluation(self, bar: tqdm, results: dict[str, Any], progress: Progress) -> bool:
         """Write an evaluation; True where its metric is measured, and the best so far."""
         self.seconds, self.last = self.seconds + time.perf_counter() - self.last, time.perf_counter()
-        self._write({"step": progress.step, "epoch": progress.epoch, **results})
+        self._write({"step": progress.step, "epoch": progress.epoch, **results, "seconds": round(self.seconds, 2)})
         shown = "  ".join(f"{key} {value:.2f}" for key, value in results.items() if isinstance(value, float))
         bar.write(f"epoch {progress.epoch}: {shown}") if not bar.disable else None
         value = results.get(self.metric, -math.inf)
