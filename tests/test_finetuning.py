@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from test_sources import write_hub_parquet
 
 from common import create_model
+from common.evaluation.evaluate import from_timm
 from common.evaluation.evaluate import main as evaluate
 from common.training.engine import _parameters, train
 from common.training.recipe import BaseRecipe, parse_command_line
@@ -176,6 +177,12 @@ def test_timm_models_are_evaluated_with_their_own_preprocessing(tmp_path: Path) 
                             "c_cons@4", "s_cons", "--json", str(tmp_path / "out.json")])  # fmt: skip
     assert results["images"] == 40
     assert json.loads((tmp_path / "out.json").read_text())["c_cons@4"] == results["c_cons@4"]
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["pretrained_cfg"] |= {"crop_pct": 0.9, "input_size": (3, 224, 224)}  # Swin's, of which timm makes 248 px
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    preprocess = from_timm(f"local-dir:{tmp_path / 'model'}", img_size=224)[1]
+    transform = timm.data.create_transform(input_size=(3, 224, 224), crop_pct=0.9)
+    assert preprocess.resize == transform.transforms[0].size == 248  # else shifts lose other borders
 
 
 def test_a_start_tells_what_the_trained_model_had_otherwise(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One evaluation for all classifiers: counts over a split, gathered over processes without counting padding twice."""
 
 import argparse
+import math
 import os
 import re
 import warnings
@@ -210,5 +211,5 @@ def from_timm(name: str, **arguments: Any) -> tuple[nn.Module, Preprocess]:
         raise ValueError(f"timm:{name} cannot be loaded: {error}") from error
     config = timm.data.resolve_model_data_config(model)
     _, height, width = config["input_size"]
-    resize = None if config["crop_pct"] == 1 else round(max(height, width) / config["crop_pct"])
+    resize = None if config["crop_pct"] == 1 else math.floor(max(height, width) / config["crop_pct"])  # as timm rounds
     return model, Preprocess(size=(height, width), resize=resize, mean=config["mean"], std=config["std"])
