@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ FOLDERS = ("swin", "swinv2", "cvt", "mvitv2")
 SERVICE = "nvidia-cuda-mps-control"
 GRACE = 120  # seconds in which a run that is stopped writes its checkpoint
 OUTPUT = "output.log"
+FLAGS = "flags.txt"  # those of the training
 TRAINED = ("trained", "is measured", "done")
 SHOWN = ("epoch", "images_per_s", "top1", "c_cons", "s_cons")
 
@@ -67,14 +69,19 @@ class Run:
         """Go on as far as may be. ``common``: flags of every training; ``battery``: those of a measurement, if any.
         Nothing is started unless a job is ``free``."""
         trained, measured = ((self.directory / name).exists() for name in ("results.json", "battery.json"))
+        said, words = self.directory / FLAGS, shlex.join([*common, *self.flags])
         if self.state == "waits" and trained:
             self.state = "trained"
+            if said.exists() and said.read_text() != words:
+                warnings.warn(f"{self.directory} was trained with {said.read_text()} and is not trained again with "
+                              f"{words}: for that choose another --output_dir", stacklevel=2)  # fmt: skip
         elif self.state == "waits" and any(run.state == "failed" for run in self.after):
             self.state = "failed"
         elif self.state == "waits" and free and all(run.state in TRAINED for run in self.after):
             resume = ["--resume_from_checkpoint", "latest"] if any(self.directory.glob("checkpoints/step_*")) else []
             self.start("trains", [f"{self.folder}/train.py", "--recipe", self.recipe, *common, *self.flags, *resume,
                                   "--report_to", "none", "--output_dir", str(self.directory)])  # fmt: skip
+            said.write_text(words)
         elif self.state == "trains" and not self.running:
             self.state = "trained" if trained else "failed"
         elif self.state == "trained" and (battery is None or measured):

@@ -85,6 +85,13 @@ def test_runs_wait_for_those_whose_weights_they_take(script: SimpleNamespace) ->
     assert not measured.with_name("battery.part.json").exists()
 
 
+def test_a_run_that_was_trained_with_other_flags_is_told(script: SimpleNamespace) -> None:
+    """Else the table of a command with --epochs 50 shows, as done, what an earlier one trained for 2."""
+    run(script, "swin/a", "--epochs", "2")
+    with pytest.warns(UserWarning, match="trained with --data digits --epochs 2 and is not trained again with .* 50"):
+        run(script, "swin/a", "--epochs", "50")
+
+
 def test_jobs_take_turns_and_trainings_come_first(script: SimpleNamespace) -> None:
     """More than a GPU can take at a time slow one another down."""
     run(script, "swin/a", "swin/b", "cvt/c --pretrained {swin/a}", "--battery", "--jobs", "1")
