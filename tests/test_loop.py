@@ -239,6 +239,15 @@ def test_seconds_of_training_add_up(tmp_path: Path, train_digits: Train) -> None
     assert 1000 < resumed["train_seconds"] < 1100
 
 
+def test_a_learning_rate_that_is_no_peak_is_told(tmp_path: Path, train_digits: Train,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """``--lr`` alone, lowered to fine-tune, leaves the recipe's last and first rate: the rate would rise to the end."""
+    for lr, told in (("5e-6", ["--min_lr 1e-05 is above --lr 5e-06"]), ("2e-5", [])):
+        train_digits(tmp_path / lr, "--lr", lr, "--steps", "1")
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.partition(",")[0] for line in lines if "is above" in line] == told
+
+
 def test_a_finished_run_is_set_aside(tmp_path: Path, train_digits: Train) -> None:
     """Else the next folder's training would replace it: all have their digits in one directory."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)

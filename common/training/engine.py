@@ -127,6 +127,9 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     if (warmup := _warmup(recipe, steps_per_epoch)) >= total > 1:
         accelerator.print(f"the learning rate only rises: its warm-up takes {warmup:,} steps, the training {total:,}; "
                           f"shorten it with --warmup_{'steps' if recipe.warmup_steps else 'epochs'}")  # fmt: skip
+    for flag, other in (("min_lr", recipe.min_lr), ("warmup_lr", recipe.warmup_lr if warmup else 0.0)):
+        if other > recipe.lr:  # of the recipe, where --lr alone was lowered
+            accelerator.print(f"--{flag} {other:g} is above --lr {recipe.lr:g}, which is no peak then: lower it, too")
 
     def save() -> Path:
         guard.check(progress, written)
