@@ -3,6 +3,7 @@
 import json
 import runpy
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,6 +247,15 @@ def test_a_learning_rate_that_is_no_peak_is_told(tmp_path: Path, train_digits: T
         train_digits(tmp_path / lr, "--lr", lr, "--steps", "1")
         lines = capsys.readouterr().out.splitlines()
         assert [line.partition(",")[0] for line in lines if "is above" in line] == told
+
+
+def test_classes_without_training_images_are_told(tmp_path: Path, train_digits: Train) -> None:
+    """Else ``--limit`` on a folder, whose first images are all of one class, gives a top-1 that says nothing."""
+    with pytest.warns(UserWarning, match="no training image of 5 of 10 classes: "):
+        train_digits(tmp_path, "--limit", "8", "--batch_size", "8", "--steps", "1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="no training image")
+        train_digits(tmp_path, "--steps", "1")
 
 
 def test_a_finished_run_is_set_aside(tmp_path: Path, train_digits: Train) -> None:

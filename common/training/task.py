@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..data.preprocess import IMAGENET_MEAN, Mixing, Preprocess
 from ..data.rand_augment import RandAugment
 from ..data.sources import load_data
-from ..data.splits import Split, check_rows
+from ..data.splits import Split, check_rows, shown
 from ..evaluation.evaluate import evaluate, parse_metric
 from ..models.classifier import Classifier
 from ..models.hub import CONFIG_NAME, WEIGHTS_NAME, HubModel, read_config, resolve_file
@@ -80,6 +80,14 @@ def misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split) -> str:
     return ""
 
 
+def warn_of_absent(split: Split, accelerator: Accelerator) -> None:
+    present = set(getattr(split, "labels", torch.zeros(0)).tolist())  # a stream does not know them
+    absent = [name for c, name in enumerate(split.classes) if present and c not in present]
+    if accelerator.is_main_process and absent:
+        warnings.warn(f"no training image of {len(absent)} of {len(split.classes)} classes: {shown(absent)}. --limit "
+                      "takes the first images, and folders have class after class", stacklevel=3)  # fmt: skip
+
+
 class Classification(Task[Recipe]):
     """Images to one label each."""
 
@@ -91,6 +99,7 @@ class Classification(Task[Recipe]):
         for name in recipe.metrics:
             parse_metric(name)  # now: else a misspelt one ends the run after its last step
         train, test = self.load()
+        warn_of_absent(train, accelerator)
         self.model = self.build(len(train.classes))
         warn_of_misfit(recipe, self.model.img_size, train, accelerator)
         keys = ("resize", "mean", "std", "flip", "rotate", "scale", "shift", "circular", "erase")
