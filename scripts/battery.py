@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
     parser.add_argument("--batch_size", type=count, default=250)
     parser.add_argument("--limit", type=count, help="use only the first images")
-    parser.add_argument("--exact_images", type=int, default=1000, help="images whose bits are compared")
+    parser.add_argument("--exact_images", type=count, default=1000, help="images whose bits are compared")
     parser.add_argument("--crop", action="store_true", help="standard shifts under a centre crop, not with zeros")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--seed", type=int, default=0)

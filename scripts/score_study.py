@@ -161,12 +161,18 @@ def work(queue: Any, args: argparse.Namespace, until: float) -> None:
             torch.compiler.reset()
 
 
-def summary(directory: Path) -> list[dict[str, Any]]:
-    """A row per family and variant: means over seeds, and the deviation of top-1."""
+def finished(path: Path, epochs: int) -> bool:
+    """Whether this is the result of a run of so many epochs."""
+    result = json.loads(path.read_text()) if path.exists() else {}
+    return "variant" in result and result["epochs"] == epochs
+
+
+def summary(directory: Path, epochs: int) -> list[dict[str, Any]]:
+    """A row per family and variant, of runs of so many epochs: means over seeds, and the deviation of top-1."""
     groups = defaultdict(list)
     for path in sorted(directory.glob("*.json")):
-        result = json.loads(path.read_text())
-        if "variant" in result:
+        if finished(path, epochs):
+            result = json.loads(path.read_text())
             groups[result["family"], result["variant"]].append(result)
     rows = []
     for family in FAMILIES:
@@ -210,8 +216,8 @@ def main() -> None:
     queue, left = context.Queue(), 0
     for variant in args.variants:
         for family in args.families:
-            seeds = [seed for seed in args.seeds
-                     if not (args.output_dir / f"{name_of(family, variant, seed)}.json").exists()]  # fmt: skip
+            paths = {seed: args.output_dir / f"{name_of(family, variant, seed)}.json" for seed in args.seeds}
+            seeds = [seed for seed, path in paths.items() if not finished(path, args.epochs)]
             if seeds:
                 queue.put((family, variant, seeds))
                 left += len(seeds)
@@ -224,7 +230,7 @@ def main() -> None:
         while any(worker.is_alive() for worker in workers if worker.pid):
             time.sleep(1)
             bar.update(len(list(args.output_dir.glob("*.json"))) - have - bar.n)
-    rows = summary(args.output_dir)
+    rows = summary(args.output_dir, args.epochs)
     print(format_table(rows))
     if args.json:
         write_json(

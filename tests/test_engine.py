@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from common import from_pretrained
 from common.data.splits import EpochSampler
 from common.publishing.results import command as command_of
+from common.training import reproduce
 from common.training.engine import _schedule
 from common.training.recipe import Recipe, parse_command_line
 from swin.recipes import RECIPES
@@ -226,13 +227,16 @@ def test_reproduce_and_evaluate_from_the_command_line(tmp_path: Path, call: Call
     assert rows[0]["c_cons ours"] == 100.0
     assert rows[0]["top1 paper"] == 93.39
     capsys.readouterr()
-    call("swin/reproduce.py", "--scale", "smoke", "--rows", "cifar10_default", "--seeds", "0", "1", "--output_dir",
-         str(tmp_path))  # fmt: skip
+    call("swin/reproduce.py", "--scale", "smoke", "--rows", "cifar10_default", "--seeds", "0", "1", "1",
+         "--output_dir", str(tmp_path))  # fmt: skip
     rows = json.loads((tmp_path / "smoke.json").read_text())  # seed 0 was trained already
     first, second = (row["top1 ours"] for row in rows if row["row"] == "cifar10_default")
     assert (tmp_path / "smoke" / "swin_micro_cifar10_default_seed1" / "model.safetensors").exists()
     assert first != second
     assert f"{(first + second) / 2:.2f} ± {abs(first - second) / 2**0.5:.2f}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="holds this run with --mixed_precision no: give another --output_dir"):
+        reproduce.main(RECIPES, "", ["--scale", "smoke", "--rows", "cifar10_default", "--mixed_precision", "bf16",
+                                     "--output_dir", str(tmp_path)])  # fmt: skip
     call("swin/evaluate.py", "--model", str(tmp_path / "smoke" / "a_swin_micro_cifar10"), "--metrics", "top1", "c_cons",
          "c_cons_worst@2", "--limit", "50", "--json", str(tmp_path / "evaluation.json"))  # fmt: skip
     measured = json.loads((tmp_path / "evaluation.json").read_text())

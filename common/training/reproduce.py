@@ -77,7 +77,8 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
 
     smoke = args.scale == "smoke"
     table: list[dict[str, Any]] = []
-    for name, seed in product(args.rows, args.seeds):
+    seeds = list(dict.fromkeys(args.seeds))  # one named twice is no second one
+    for name, seed in product(args.rows, seeds):
         recipe, output = rescale(recipes[name], args.scale), directory(name, seed)
         recipe = replace(recipe, model_args={**recipe.model_args, **model_args}, seed=seed)
         expected = None if smoke else known.get(recipe.data)
@@ -85,7 +86,7 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
             recipe = replace(recipe, data=args.data)
         if recipe.pretrained and recipe.pretrained.startswith("row:"):  # a row that starts from another one's weights
             recipe = replace(recipe, pretrained=str(directory(recipe.pretrained.removeprefix("row:"), seed)))
-        results = _finished(output, recipe) or train(name, recipe, RunOptions(
+        results = _finished(output, recipe, args.mixed_precision) or train(name, recipe, RunOptions(
             output_dir=str(output), mixed_precision=args.mixed_precision, compile=args.compile,
             limit=160 if smoke else None, expected_rows=expected, resume_from_checkpoint="latest",
             checkpointing_minutes=0 if smoke else 10), task)  # fmt: skip
@@ -102,7 +103,7 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
             row |= {f"{metric} paper": recipe.target.get(metric, "-"), f"{metric} ours": results.get(metric)}
         table.append(row)
         _add(args.output_dir / f"{args.scale}.json", row, ("row", "model", "seed", *model_args))
-    print(format_table(table if len(args.seeds) < 2 else _means(table)))
+    print(format_table(table if len(seeds) < 2 else _means(table)))
     print(f"all rows of this scale: {args.output_dir / args.scale}.json")
     return table
 
@@ -126,11 +127,14 @@ def _add(path: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
     write_json(path, [*others, row])
 
 
-def _finished(directory: Path, recipe: BaseRecipe) -> dict[str, Any] | None:
-    """Results of an earlier, whole run of the same recipe."""
+def _finished(directory: Path, recipe: BaseRecipe, precision: str | None) -> dict[str, Any] | None:
+    """Results of an earlier, whole run of the same recipe; a ValueError if that was in another precision."""
     path = directory / "results.json"
     if not path.exists():
         return None
     results = json.loads(path.read_text())
     same = results["settings"] == json.loads(json.dumps(recipe.settings()))
+    if same and precision not in (None, results["precision"]):
+        raise ValueError(f"{directory} holds this run with --mixed_precision {results['precision']}: give another "
+                         "--output_dir")  # fmt: skip
     return results if same else None
