@@ -7,9 +7,9 @@ Mixup of 0.8 and cutmix of 1.0 are the original's. On CIFAR, and on ImageNet und
 the paper's table of that preprocessing (tab. supp_class_aug_circular) names a flip and nothing else. What they are
 worth was not measured.
 
-The original multiplies its learning rate by the number of GPUs, whatever the batch, and leaves the last one as it is:
-on CIFAR, two GPUs give 5e-4. By the images of a batch it would be 9.4e-5, which is worse: in 10 epochs CvT-13 reaches
-74.9 % at 5e-4, 67.7 % at 9.4e-5.
+The original multiplies its learning rate by the number of GPUs, whatever the batch, and leaves the first, 1e-6, and
+the last, 1e-5, as they are: on CIFAR, two GPUs give 5e-4. By the images of a batch it would be 9.4e-5, which is worse:
+in 10 epochs CvT-13 reaches 74.9 % at 5e-4, 67.7 % at 9.4e-5.
 """
 
 from dataclasses import replace
@@ -82,14 +82,15 @@ CIFAR10_ADAPTED_OURS_10 = replace(CIFAR10_ADAPTED_OURS, epochs=10)
 """The same after 10 epochs."""
 
 IMAGENET = Recipe(model="a_cvt_13", data="ILSVRC/imagenet-1k", epochs=300, batch_size=2048, lr=2.5e-4, lr_batch=256,
-                  warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, clip_grad=0.0, label_smoothing=0.1,
+                  warmup_epochs=5, warmup_lr=1e-6 / 8, min_lr=1e-5 / 8, clip_grad=0.0, label_smoothing=0.1,
                   resize=256, flip=True, mixup=0.8, cutmix=1.0, metrics=("top1", "c_cons"),
                   model_args=PAPER,
                   target={"top1": 77.05, "c_cons": 100.0})  # fmt: skip
 """ImageNet, circular shifts (tab. class_imagenet): 77.05 % top-1, 100.00 % C-Cons.
 
-Eight A100 x 256 images = 2048, learning rate 2.5e-4 x 2048/256 = 2e-3, 300 epochs, one seed. Images are resized to
-256 x 256 and cropped to 224 at the centre; augmentation is a horizontal flip (tab. supp_class_aug_circular).
+Eight A100 x 256 images = 2048, learning rate 2.5e-4 x 2048/256 = 2e-3, from 1e-6 at the start to 1e-5 at the end (both
+stated for 256 images), 300 epochs, one seed. Images are resized to 256 x 256 and cropped to 224 at the centre;
+augmentation is a horizontal flip (tab. supp_class_aug_circular).
 
 ``accelerate launch --config_file scripts/accelerate/eight_gpus.yaml cvt/train.py --recipe imagenet``
 """

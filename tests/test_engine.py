@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,22 @@ def test_poly_schedule_falls_in_a_line_after_its_warm_up() -> None:
     assert recipe.scaled(recipe.lr) == 6e-5
     factor = _schedule(recipe, steps_per_epoch=5, total=100)
     assert [factor(step) for step in (0, 10, 50, 100)] == pytest.approx([1e-6, 0.9, 0.5, 0.0])
+
+
+@pytest.mark.parametrize(("folder", "rates"), [
+    ("swin", (1e-6, 1e-3, 1e-5)), ("swinv2", (1e-6, 1e-3, 1e-5)),  # two times what is stated for 512 images
+    ("cvt", (1e-6, 2e-3, 1e-5)),  # eight GPUs multiply the peak alone
+    ("mvitv2", (1e-8, 2.5e-4, 1e-6)),
+])  # fmt: skip
+def test_rows_of_imagenet_have_the_learning_rates_of_the_originals(folder: str, rates: tuple[float, ...]) -> None:
+    """First, highest and last of the run. If this fails, weeks of GPUs train with rates that the original did not have:
+    CvT's warm-up and final rate were once scaled with the batch as its peak is, and ended eight times too high."""
+    recipes = import_module(f"{folder}.recipes").RECIPES
+    for row in ("imagenet", "imagenet_default", "imagenet_standard", "imagenet_standard_default"):
+        recipe = recipes[row]
+        factor = _schedule(recipe, steps_per_epoch=10, total=10 * recipe.epochs)
+        steps = (0, round(10 * recipe.warmup_epochs), 10 * recipe.epochs)
+        assert [recipe.scaled(recipe.lr) * factor(step) for step in steps] == pytest.approx(rates)
 
 
 def test_sampling_depends_on_seed_and_epoch() -> None:
