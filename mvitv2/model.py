@@ -233,7 +233,7 @@ class MViTv2(Classifier):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Truncated normal weights and tables of std 0.02, zero biases, as in the original; convolutions as torch's."""
+        """As in timm: weights and tables normal, std 0.02, cut at two deviations; biases zero; convolutions torch's."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_tf_(module.weight, std=0.02)

@@ -1,7 +1,8 @@
 """MViTv2's recipes, one per row of the paper: table, hardware, batch arithmetic, target, command.
 
 Optimizer and schedule are the original's (AdamW, weight decay 0.05, clipping at 1, cosine decay after 70 of 300 epochs
-of warm-up, learning rate 2.5e-4), drop path 0.1 for tiny.
+of warm-up, learning rate 2.5e-4), drop path 0.1 for tiny. Tables of relative positions have no weight decay, as in
+timm; in the original they have.
 
 Mixup of 0.8 and cutmix of 1.0 are the original's. On CIFAR, and on ImageNet under circular shifts, they are our choice:
 the paper's table of that preprocessing (tab. supp_class_aug_circular) names a flip and nothing else. What they are
