@@ -197,7 +197,8 @@ class CvT(Classifier):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Truncated normal linear weights and class token of std 0.02, zero biases, as in the original."""
+        """Truncated normal linear weights and class token of std 0.02, convolutions as torch's, as in the original. All
+        biases are zero; it leaves those of the embeddings and of the head as torch draws them."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
