@@ -36,7 +36,8 @@ class ScenePreprocess:
 
     Training, per image: resize (to ``resize`` or its own size, times a factor in ``ratio_range``, keeping the ratio),
     a random crop of ``size`` in which no class fills more than ``max_class_share`` (of ten tries), what is missing
-    filled with the mean colour and label 255; a flip; the colours of MMSegmentation (``photometric``).
+    filled with the mean colour and label 255; a flip; the colours of MMSegmentation (``photometric``), also of what was
+    filled in, which MMSegmentation keeps at the mean.
     """
 
     size: tuple[int, int]
