@@ -18,7 +18,8 @@ from ..models.registry import MODEL_ARGUMENTS, parse_arguments
 __all__ = ["MINI", "PAPER", "BaseRecipe", "Recipe", "RunOptions", "parse_command_line"]
 
 PAPER: Mapping[str, Any] = {"score": "energy", "sketch": 0}
-"""What the paper's anchors look at: the energy of all outputs of the layer behind. Ours: docs/scores.md."""
+"""What the paper's anchors look at: the energy of all outputs of the layer behind; for windows, of the tokens that come
+in. Ours: docs/scores.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
