@@ -202,7 +202,8 @@ def warn_of_fresh_weights(source: str) -> None:
 
 
 def from_timm(name: str, **arguments: Any) -> tuple[nn.Module, Preprocess]:
-    """timm's model with its pretrained weights (``local-dir:FOLDER`` for a folder) and its own preprocessing."""
+    """timm's model with its pretrained weights (``local-dir:FOLDER`` for a folder), its sizes, mean and deviation.
+    Images that are not square are squeezed, as all are here; timm cuts them, so figures are not those of its tables."""
     import timm
 
     try:
