@@ -171,6 +171,15 @@ def test_uploads_are_fitted_or_refused() -> None:
             read_upload(content)
 
 
+@pytest.mark.parametrize("side", [8, 20, 64, 100])
+def test_uploads_are_prepared_as_in_evaluation(side: int) -> None:
+    """Else the page shows other labels for a file than scripts/predict.py and evaluate.py: of small digits, a fifth."""
+    preprocess = SIDES[0].preprocess
+    pixels = np.random.default_rng(side).integers(256, size=(side, side, 3), dtype=np.uint8)
+    levels = (preprocess.image(pixels)[None] * torch.tensor(preprocess.std).view(-1, 1, 1)) * 255  # the mean is 0
+    assert (fit(pixels, preprocess) - levels).abs().max() <= 0.5 + 1e-3
+
+
 def test_models_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     """Else the page fails later, in a place that does not say why."""
     model = Swin.from_pretrained(DEFAULT)

@@ -82,10 +82,9 @@ def load_sides(default: str, adaptive: str) -> tuple[Side, Side]:
 
 
 def fit(pixels: np.ndarray, preprocess: Preprocess) -> Tensor:
-    """An image (h, w, 3) of any size -> (1, 3, H, W) uint8, resized and cropped as the model takes it."""
-    height, width = preprocess.canvas_size
-    image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
-    return preprocess.crop(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None])
+    """An image (h, w, 3) of any size -> (1, 3, H, W) uint8, as evaluation resizes and crops it."""
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (preprocess.mean, preprocess.std))
+    return ((preprocess.image(pixels) * std + mean) * 255).round().clamp(0, 255).byte()[None]
 
 
 def load_examples(side: Side) -> list[Tensor]:
