@@ -161,3 +161,20 @@ def test_the_hub_understands_a_card() -> None:
     assert 'source = "team/a_swin_tiny_cifar10"' in text
     assert "secret" not in text
     assert "secret" not in json.dumps(public_results(results))
+
+
+def test_the_papers_numbers_stand_beside_its_own_recipe_alone() -> None:
+    """Else a card sets our accuracy on other images, or by another recipe, beside the paper's on CIFAR-10."""
+    results = json.loads((ROOT / "results" / "swin_cifar10_80ep_default.json").read_text())
+    results["settings"] |= {"epochs": 100, "lr": 0.5, "pretrained": "outputs/first"}
+    with torch.device("meta"):
+        model = create_model("swin_tiny", num_classes=10)
+    card = cards.model_card(model, results, source="team/model")
+    assert re.search(r"\| +85.79 \| +90.15 \|", card)
+    assert "Not as in the paper's recipe: pretrained, lr, warmup epochs (see the command below)." in card
+    assert manifests.entry(results)["paper"]["top1"] == 90.15
+    results["settings"]["data"] = "data/pets"
+    card = cards.model_card(model, results, source="team/model")
+    assert "90.15" not in card
+    assert "The paper has no such row." in card
+    assert manifests.entry(results)["paper"] is None

@@ -17,6 +17,7 @@ from .results import (
     is_segmenter,
     measured,
     package_of,
+    paper_of,
     public_results,
     recipes_of,
 )
@@ -153,8 +154,7 @@ def snippet(model: Any, source: str, data: str) -> str:
 
 
 def _metrics(results: Mapping[str, Any], split: str) -> str:
-    recipe = recipes_of(package_of(results["model"])).get(results["recipe"])
-    paper = dict(recipe.target) if recipe is not None and recipe.model == results["model"] else {}
+    recipe, paper = recipes_of(package_of(results["model"])).get(results["recipe"]), paper_of(results)
     rows = [
         {"metric": _label(metric), "ours": value, "paper": paper.get(metric, "-"), "percent of": _meaning(metric)}
         for metric, value in measured(results).items()
@@ -166,12 +166,14 @@ def _metrics(results: Mapping[str, Any], split: str) -> str:
     ]
     if recipe is None or not paper:
         text[-1] += " The paper has no such row."
-    elif changes := [key for key in ("epochs", "steps", "batch_size") if key in changes_of(results)]:
-        settings = results["settings"]
-        said = ", ".join(
-            f"{key.replace('_', ' ')} {settings[key]:,} instead of {getattr(recipe, key):,}" for key in changes
-        )
-        text[-1] += f" This run is not the paper's: {said}."
+    else:
+        settings, changes = results["settings"], [key for key in changes_of(results) if key != "metrics"]
+        changes += ["limit"] if results.get("limit") else []
+        said = [f"{key.replace('_', ' ')} {settings[key]:,} instead of {getattr(recipe, key):,}"
+                for key in ("epochs", "steps", "batch_size") if key in changes]  # fmt: skip
+        others = [key.replace("_", " ") for key in changes if key not in ("epochs", "steps", "batch_size")]
+        text[-1] += f" This run is not the paper's: {', '.join(said)}." if said else ""
+        text[-1] += f" Not as in the paper's recipe: {', '.join(others)} (see the command below)." if others else ""
     return "\n".join(text)
 
 

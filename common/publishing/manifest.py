@@ -18,7 +18,7 @@ from ..models.hub import CONFIG_NAME, WEIGHTS_NAME
 from ..models.registry import PACKAGES, from_pretrained
 from ..training.recipe import BaseRecipe
 from .cards import CARD_NAME, model_card
-from .results import changes_of, command, measured, package_of, public_results, recipes_of
+from .results import changes_of, command, measured, package_of, paper_of, public_results, recipes_of
 
 __all__ = ["FILES", "digests", "entry", "main", "manifest", "render", "training_runs"]
 
@@ -33,9 +33,8 @@ def digests(directory: Path) -> dict[str, str]:
 
 def entry(results: Mapping[str, Any], /, **facts: Any) -> dict[str, Any]:
     """What a manifest says about a model that was trained. ``facts``: name, status, hub_id, revision, sha256, ..."""
-    recipe = recipes_of(package_of(results["model"])).get(results["recipe"])
-    row = bool(recipe is not None and recipe.target and recipe.model == results["model"])
-    whole = row and not changes_of(results)
+    paper = paper_of(results)
+    whole = bool(paper) and not changes_of(results)
     name = results["model"] if results["recipe"] == "digits" else f"{results['model']}_{results['recipe']}"
     name += "" if whole or results["recipe"] == "digits" else f"_{results['epochs']}ep"
     return {
@@ -52,7 +51,7 @@ def entry(results: Mapping[str, Any], /, **facts: Any) -> dict[str, Any]:
         "sha256": None,
         "parameters": results["parameters"],
         "metrics": {metric: round(value, 2) for metric, value in measured(results).items()},
-        "paper": dict(recipe.target) if recipe is not None and row else None,
+        "paper": paper or None,
         "results": None,
     } | facts
 

@@ -10,7 +10,7 @@ from ..models.registry import PACKAGES
 from ..training.recipe import BaseRecipe
 
 __all__ = ["MEASURES", "RESULTS_NAME", "changes_of", "command", "data_of", "is_segmenter", "measured", "package_of",
-           "public_results", "read_results", "recipes_of"]  # fmt: skip
+           "paper_of", "public_results", "read_results", "recipes_of"]  # fmt: skip
 
 RESULTS_NAME = "results.json"
 
@@ -104,6 +104,13 @@ def changes_of(results: Mapping[str, Any]) -> dict[str, Any]:
     if "data" in changes and data_of(results) == data_of({**results, "settings": stated}):
         del changes["data"]
     return changes
+
+
+def paper_of(results: Mapping[str, Any]) -> dict[str, float]:
+    """What the paper reports for the model, data and recipe of a run; nothing where it has no such row."""
+    recipe = recipes_of(package_of(results["model"])).get(results["recipe"])
+    same = recipe is not None and recipe.model == results["model"] and "data" not in changes_of(results)
+    return dict(recipe.target) if recipe is not None and same else {}
 
 
 def _word(value: Any) -> str:
