@@ -17,7 +17,7 @@ from publishing_helpers import CHECKPOINTS, MANIFESTS, edit
 from common import create_model
 from common.publishing import cards
 from common.publishing import manifest as manifests
-from common.publishing.results import measured, package_of, public_results, recipes_of
+from common.publishing.results import data_of, measured, package_of, public_results, recipes_of
 from common.training.recipe import parse_command_line
 
 
@@ -178,3 +178,17 @@ def test_the_papers_numbers_stand_beside_its_own_recipe_alone() -> None:
     assert "90.15" not in card
     assert "The paper has no such row." in card
     assert manifests.entry(results)["paper"] is None
+
+
+def test_a_folder_called_digits_is_not_taken_for_the_embedded_digits() -> None:
+    """Else a card says that a model of somebody's images was trained on scikit-learn's, and its command does that."""
+    results = json.loads((ROOT / "results" / "swin_digits.json").read_text())
+    results["settings"]["data"] = "/home/somebody/secret/digits"
+    with torch.device("meta"):
+        model = create_model(results["model"])
+    card = cards.model_card(model, results, source="team/model")
+    assert "scikit-learn" not in card
+    assert "trained on digits." in " ".join(card.split())
+    assert "--data ./digits\n" in card
+    assert "secret" not in card
+    assert data_of(public_results(results)) == data_of(results) == (None, "digits", "evaluation")

@@ -60,7 +60,9 @@ def read_results(path: Path) -> dict[str, Any]:
 def public_results(results: Mapping[str, Any]) -> dict[str, Any]:
     """Results as they may be shown: data sets by their Hub id or name, not by a path on somebody's disk."""
     settings = dict(results["settings"])
-    settings["data"] = data_of(results)[0] or Path(settings["data"]).name
+    name = Path(settings["data"]).name
+    own = name == "digits" != settings["data"]  # somebody's folder: the name alone means the embedded ones
+    settings["data"] = data_of(results)[0] or ("./" * own + name)
     for key in ("pretrained", "backbone"):
         source = settings.get(key)
         if source and (Path(source).is_absolute() or source.startswith((".", "~"))):
@@ -75,8 +77,10 @@ def measured(results: Mapping[str, Any]) -> dict[str, float]:
 
 def data_of(results: Mapping[str, Any]) -> tuple[str | None, str, str]:
     """The row of ``DATA`` of a run's data set; of one that is not there, its name."""
-    name = Path(results["settings"]["data"].partition("@")[0]).name
-    identifier, data, split = DATA.get(name.lower(), (None, name, "evaluation"))
+    given = results["settings"]["data"]
+    name = Path(given.partition("@")[0]).name
+    known = {key: row for key, row in DATA.items() if key != "digits" or given == key}  # digits are no folder
+    identifier, data, split = known.get(name.lower(), (None, name, "evaluation"))
     return identifier, f"scenes of {data}" if data == DIGITS and is_segmenter(results) else data, split
 
 
