@@ -17,7 +17,7 @@ from publishing_helpers import CHECKPOINTS, MANIFESTS, edit
 from common import create_model
 from common.publishing import cards
 from common.publishing import manifest as manifests
-from common.publishing.results import data_of, measured, package_of, public_results, recipes_of
+from common.publishing.results import command, data_of, measured, package_of, public_results, recipes_of
 from common.training.recipe import parse_command_line
 
 
@@ -192,3 +192,12 @@ def test_a_folder_called_digits_is_not_taken_for_the_embedded_digits() -> None:
     assert "--data ./digits\n" in card
     assert "secret" not in card
     assert data_of(public_results(results)) == data_of(results) == (None, "digits", "evaluation")
+
+
+def test_names_with_spaces_are_one_word_of_the_command() -> None:
+    """Else the command of a card or manifest ends with "unrecognized arguments", or runs what a name says."""
+    results = json.loads((ROOT / "results" / "swin_digits.json").read_text())
+    results["settings"] |= {"data": "/home/me/my pets; id", "pretrained": "runs/first try", "mean": [0.5, 0.25, 0.5]}
+    words = shlex.split(command(results))
+    _, recipe, _ = parse_command_line(recipes_of("swin"), "digits", words[3:])
+    assert (recipe.data, recipe.pretrained, recipe.mean) == ("my pets; id", "runs/first try", (0.5, 0.25, 0.5))

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -124,18 +125,18 @@ def _word(value: Any) -> str:
 
 def command(results: Mapping[str, Any]) -> str:
     """The command line that trains a run again: its recipe, and what was changed of it."""
-    words = [f"accelerate launch {package_of(results['model'])}/train.py"]
-    words += [] if results["recipe"] == "digits" else [f"--recipe {results['recipe']}"]
+    words = ["accelerate", "launch", f"{package_of(results['model'])}/train.py"]
+    words += [] if results["recipe"] == "digits" else ["--recipe", results["recipe"]]
     shown = public_results(results)["settings"]
     for key in changes_of(results):
         value = shown[key]
         if key == "model_args":
-            words.append("--model_args " + " ".join(f"{name}={_word(each)}" for name, each in value.items()))
+            words += ["--model_args", *(f"{name}={_word(each)}" for name, each in value.items())]
         elif isinstance(value, bool):
             words.append(f"--{key}" if value else f"--no-{key}")
         elif value is not None:
-            words.append(f"--{key} {' '.join(map(str, value)) if isinstance(value, list) else value}")
-    words += [f"--limit {results['limit']}"] if results.get("limit") else []
+            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    words += ["--limit", str(results["limit"])] if results.get("limit") else []
     if results.get("precision", "no") != "no":
-        words.append(f"--mixed_precision {results['precision']}")
-    return " ".join(words)
+        words += ["--mixed_precision", results["precision"]]
+    return shlex.join(words)
