@@ -162,7 +162,7 @@ def sections(args: argparse.Namespace) -> Iterator[tuple[str, str, Sequence[str]
 
 def annotate(preset: str | None, section: dict[str, Any], before: list[dict[str, Any]]) -> None:
     """Put the paper's numbers, the targets and the time per pixel beside what was measured."""
-    name, family, setting = section["name"], section["family"], section["setting"]
+    name, family = section["name"], section["family"]
     for row in section["rows"]:
         model = row.get("model", "")
         if preset == "throughput" and model in THROUGHPUT:
@@ -176,7 +176,7 @@ def annotate(preset: str | None, section: dict[str, Any], before: list[dict[str,
         elif preset == "speed" and name == "inference" and family and model.startswith("a_"):
             row["target_vs_default"], row["target_vs_peer"] = TARGETS[family]
         elif preset == "scaling" and "ms" in row:
-            row["ns_per_pixel"] = 1e6 * row["ms"] / (setting["batch_size"] * math.prod(row["img_size"]))
+            row["ns_per_pixel"] = 1e9 / (row["images_per_s"] * math.prod(row["img_size"]))
             rows = [r for s in before if s["family"] == family for r in s["rows"]]
             first = next((r for r in rows if r["model"] == model and "ns_per_pixel" in r), row)
             row["vs_smallest"] = row["ns_per_pixel"] / first["ns_per_pixel"]

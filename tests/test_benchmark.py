@@ -150,3 +150,11 @@ def test_profiles_are_text(tmp_path: Path) -> None:
     SCRIPT["main"](["swin_micro", "--profile", str(tmp_path), *FLAGS])
     (file,) = tmp_path.iterdir()
     assert "aten::addmm" in file.read_text()
+
+
+def test_the_time_of_a_pixel_is_that_of_the_contenders_own_batch() -> None:
+    """Else a contender with a batch size of its own looks as many times faster as its batch is smaller."""
+    preset = ["--preset", "scaling", "--sections", "x1", "--no-compile"]
+    report = SCRIPT["main"]([*preset, "--models", "swin_micro@batch_size=1", *FLAGS])
+    (row,) = report["sections"][0]["rows"]
+    assert row["ns_per_pixel"] == pytest.approx(1e6 * row["ms"] / 32**2)
