@@ -110,6 +110,8 @@ def test_modules_are_timed_with_what_a_forward_gave_them(family: str) -> None:
     assert len(selected) == {"swin": 3, "swinv2": 3, "cvt": 3, "mvitv2": 4}[family]
     with pytest.raises(ValueError, match="list_models"):
         benchmark_modules(["timm:test_vit"], Setting(batch_size=2))
+    with pytest.raises(ValueError, match="modules are timed in inference"):  # else a table of it is called training
+        benchmark_modules(names, Setting(batch_size=2, mode="train"))
 
 
 def test_the_papers_modules_are_found_in_the_papers_models() -> None:

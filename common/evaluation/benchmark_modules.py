@@ -31,6 +31,8 @@ def benchmark_modules(models: Sequence[str], setting: Setting, *, rounds: int = 
     labels: dict[str, list[str]] = {}
     for name in models:
         model, x, own = build(name, setting)
+        if own.mode != "inference":
+            raise ValueError(f"modules are timed in inference, not in mode {own.mode!r}: leave it out")
         if not isinstance(model, Classifier):
             raise ValueError(f"{name}: modules are known for the models of list_models() alone")
         calls = module_calls(model, x, own)
