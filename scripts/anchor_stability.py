@@ -17,7 +17,8 @@ from tqdm.auto import tqdm
 import shiftvit
 from common.anchors import SCORES, ConvAnchor
 from common.data import Preprocess, load_data
-from common.evaluation.flags import present_device
+from common.evaluation.battery import first
+from common.evaluation.flags import count, present_device
 from common.evaluation.tables import format_table, write_json
 from common.shifts import random_shifts, standard_shift
 
@@ -37,17 +38,18 @@ def stability(anchor: ConvAnchor, conv: nn.Conv2d, images: Tensor, pairs: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
-    parser.add_argument("--images", type=int, default=500)
+    parser.add_argument("--images", type=count, default=500)
     parser.add_argument("--sizes", type=int, nargs="+", default=[32])
     parser.add_argument("--strides", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--pairs", type=int, default=4, help="shifts of each image")
+    parser.add_argument("--pairs", type=count, default=4, help="shifts of each image")
     parser.add_argument("--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="file to write the table to")
     args = parser.parse_args()
-    pixels = load_data(args.data)[1].head(args.images).images.to(args.device)  # type: ignore[attr-defined]
+    split = load_data(args.data)[1].head(args.images)
     rows = []
     for size in args.sizes:
-        images = Preprocess(size=(size, size)).evaluate(pixels)
+        preprocess = Preprocess(size=(size, size))
+        images = preprocess.evaluate(first(split, args.images, preprocess, torch.device(args.device)))
         for stride in args.strides:
             torch.manual_seed(0)
             conv = nn.Conv2d(3, 64, stride, stride).to(args.device)
@@ -57,7 +59,7 @@ def main() -> None:
             rows.append(row)
     print(format_table(rows))
     if args.json:
-        write_json(args.json, {"data": args.data, "images": len(pixels), "pairs": args.pairs, "rows": rows})
+        write_json(args.json, {"data": args.data, "images": len(split), "pairs": args.pairs, "rows": rows})
 
 
 if __name__ == "__main__":

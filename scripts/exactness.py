@@ -16,6 +16,7 @@ import shiftvit
 from common import create_model, from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import load_data
+from common.evaluation.battery import first
 from common.evaluation.exactness import PRECISIONS, count_identical
 from common.evaluation.flags import count, present_device
 from common.evaluation.tables import format_table, write_json
@@ -24,6 +25,7 @@ from common.models.registry import MODEL_ARGUMENTS, parse_arguments
 from segmentation import UperNet
 from segmentation.data import load_scenes
 from segmentation.preprocess import ScenePreprocess
+from segmentation.splits import EncodedScenes
 
 
 def main() -> None:
@@ -35,7 +37,7 @@ def main() -> None:
         help="names (lively random weights) or directories",
     )
     parser.add_argument("--data", default="digits", help="'digits' or a folder; its evaluation split is used")
-    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--images", type=count, default=1000)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["float32", "bf16"])
     parser.add_argument("--batch_size", type=count, default=50)
     parser.add_argument("--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu")
@@ -46,16 +48,19 @@ def main() -> None:
     rows, arguments = [], parse_arguments(args.model_args)
     for name in args.models:
         model = load(name, **arguments).to(args.device)
-        split: Any = read(isinstance(model, UperNet), args.data).head(args.images).to(torch.device(args.device))
+        split = read(isinstance(model, UperNet), args.data)
+        if isinstance(split, EncodedScenes):
+            raise ValueError(f"{args.data} has scenes of several sizes, or too many for memory: give some of one size")
         if name in list_models():
             preprocess: Any = Preprocess(size=model.img_size, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))  # type: ignore
         else:
             kind = ScenePreprocess if isinstance(model, UperNet) else Preprocess
             preprocess = kind.load(resolve_file(name, PREPROCESSOR_NAME))
+        images = first(split, args.images, preprocess, torch.device(args.device))
         for precision in args.precisions:
-            same_bits, same_label = count_identical(model, split.images, preprocess, precision, args.batch_size)
+            same_bits, same_label = count_identical(model, images, preprocess, precision, args.batch_size)
             rows.append({"model": name, **arguments, "precision": precision, "device": device_name(args.device),
-                         "images": len(split), "bit-identical": same_bits, "same label": same_label})  # fmt: skip
+                         "images": len(images), "bit-identical": same_bits, "same label": same_label})  # fmt: skip
             if args.json:
                 write_json(args.json, rows)  # after each count: nothing is lost if a later one fails
     print(format_table(rows))

@@ -2,12 +2,14 @@
 
 import json
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, randomize
+from test_finetuning import write_tree
 from torch import nn
 
 from common import create_model
@@ -204,3 +206,19 @@ def test_leads_are_those_of_trainings_as_long_as_the_defaults() -> None:
     assert list(ours.values()) == ["cifar10_ours", "a_swin_tiny", "50", "-5.00", "+0.00", "+1.00", "+2.00", "+0.50"]
     assert list(augmented.values())[:3] == ["cifar10_augmented", "swin_tiny", "50"]
     assert (augmented["20 %"], augmented["100 %"]) == (None, "-1.00")
+
+
+@pytest.mark.parametrize(("script", "flags"), [
+    ("scripts/exactness.py", ("--models", "a_swin_micro", "--precisions", "float32", "--batch_size", "3")),
+    ("scripts/anchor_stability.py", ("--strides", "4", "--pairs", "1")),
+])  # fmt: skip
+def test_photographs_are_read_where_a_folder_is_asked_for(script: str, flags: tuple[str, ...], tmp_path: Path,
+                                                          call: Callable[..., None]) -> None:  # fmt: skip
+    """Lost otherwise: counts on images of one's own, which are decoded on demand; the commands ended in a traceback."""
+    write_tree(tmp_path, classes=2, count=2)
+    target = tmp_path / "out.json"
+    call(script, "--data", str(tmp_path), "--images", "3", "--device", "cpu", "--json", str(target), *flags)
+    found = json.loads(target.read_text())
+    (row,) = found if isinstance(found, list) else [found]
+    assert row["images"] == 3
+    assert row.get("bit-identical", 3) == 3
