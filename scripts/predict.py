@@ -122,9 +122,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 def segment(predictors: list[Predictor], args: argparse.Namespace) -> dict[str, Any]:
     """Masks, in a folder for each model if there are several."""
     images, broken = read_images(args.images, [])
-    rows = []
-    for predictor in predictors:
-        directory = args.masks / Path(predictor.name).name if len(predictors) > 1 else args.masks
+    rows, names = [], [Path(predictor.name).name for predictor in predictors]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two models are called {max(names, key=names.count)}, and their masks would be the same "
+                         "files: predict with one at a time, each with its --masks")  # fmt: skip
+    for predictor, name in zip(predictors, names, strict=True):
+        directory = args.masks / name if len(predictors) > 1 else args.masks
         found = write_masks(predictor.model, {path: pixels for path, (pixels,) in images.items()}, directory,
                             preprocess=predictor.preprocess, names=predictor.classes, device=args.device)  # fmt: skip
         rows += [{"model": predictor.name, **row} for row in found]
