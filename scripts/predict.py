@@ -180,7 +180,7 @@ def read_classes(source: str) -> list[str]:
     if source == "imagenet-1k":
         return [str(name).split(",")[0] for name in ImageNetInfo(source).label_descriptions()]
     try:
-        return Path(source).read_text(encoding="utf-8").splitlines()
+        return Path(source).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read names of classes from {source} ({error}): give a text file with one name per "
                          "line, or 'imagenet-1k'") from None  # fmt: skip

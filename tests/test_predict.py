@@ -41,7 +41,8 @@ def predict(*arguments: str | Path) -> dict[str, Any]:
 
 def test_labels_are_those_of_the_model(digit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Lost otherwise: the command says something else than the model, or says it wrongly sorted or named."""
-    (tmp_path / "names").write_text("\n".join(f"digit {i}" for i in range(10)))
+    (tmp_path / "names").write_text("\n".join(f"digit {i}" for i in range(10)), encoding="utf-8-sig")
+    assert SCRIPT["read_classes"](str(tmp_path / "names"))[0] == "digit 0"  # without the mark that Windows begins with
     predict("--model", ADAPTIVE, digit, "--top", "3", "--classes", tmp_path / "names", "--json", tmp_path / "out.json")
     (found,) = json.loads((tmp_path / "out.json").read_text())["predictions"]
     preprocess = Preprocess.load(resolve_file(ADAPTIVE, PREPROCESSOR_NAME))
