@@ -5,7 +5,7 @@ exactly shift-invariant.
 
 The file takes batches of any size of normalised float images named ``images`` and gives ``logits``; its metadata hold
 the model's config, the names of its classes (``id2label``), its normalisation, its size and what images are resized to
-before they are cropped to that (``resize``, null: nothing). The check runs it on handwritten
+before they are cropped to that (``resize``, null: they are not cropped). The check runs it on handwritten
 digits (onnxruntime on the CPU for ONNX, torch for torch.export), in place and under random circular shifts. Needs
 ``pip install 'shift-equivariant-vits[export]'``.
 """
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", help="file to write the counts to")
     args = parser.parse_args(arguments)
     suffix = FORMATS[args.format]
-    target = args.output or Path("outputs/export") / f"{Path(args.model).name}{suffix}"
+    target = args.output or Path("outputs/export") / f"{Path(args.model).resolve().name}{suffix}"
     if target.suffix != suffix:
         parser.error(f"--format {args.format} is written to a {suffix} file, not to {target}")
     if args.img_size and len(args.img_size) > 2:
@@ -72,8 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         images = ((images * std + mean) * 255).round().clamp(0, 255).byte()
         network = Normalised(model, **normalisation).eval()
     print(f"tracing {args.model} at {size[0]}x{size[1]} and writing {target}", flush=True)
+    stored = model.stored_input or {}
+    crops = isinstance(stored.get("resize"), int) and tuple(stored["size"]) == tuple(size)  # a segmenter never does
     metadata = {"config": model.stored_config(),
-                "preprocess": {"size": size, "resize": (model.stored_input or {}).get("resize"), **normalisation,
+                "preprocess": {"size": size, "resize": stored["resize"] if crops else None, **normalisation,
                                "in_graph": args.with_preprocessing}}  # fmt: skip
     export_model(network, images, target, opset=args.opset, metadata=metadata)
     results: dict[str, Any] = {"file": str(target), "format": describe(target), "MB": target.stat().st_size / 1e6}

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -207,3 +208,23 @@ def test_the_command_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.Cap
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="the nearest valid sizes are 32x32 and 64x64"):
         SCRIPT["main"](["--model", "a_swin_micro", "--format", "onnx", "--img_size", "40"])
+
+
+@pytest.mark.parametrize(("flags", "resize"), [((), 40), (("--img_size", "64"), None), (("--img_size", "32"), 40)])
+def test_files_say_what_their_images_are_cropped_from(flags: tuple[str, ...], resize: int | None, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Else who follows the metadata cuts 64 px out of images of 40, or the middle out of what the model sees whole."""
+    shutil.copytree(ROOT / "swin/checkpoints/a_swin_micro", tmp_path / "mine")
+    path = tmp_path / "mine/preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"resize": 40}))
+    written: list[Any] = []
+
+    def export_nothing(model: Any, images: Tensor, target: Path, *, metadata: Any, **_: Any) -> None:
+        written.append((target, metadata["preprocess"]["resize"]))
+        target.parent.mkdir(parents=True)
+        target.touch()
+
+    monkeypatch.setitem(SCRIPT["main"].__globals__, "export_model", export_nothing)
+    monkeypatch.chdir(tmp_path / "mine")
+    SCRIPT["main"](["--model", ".", "--format", "torch_export", "--check", "0", *flags])
+    assert written == [(Path("outputs/export/mine.pt2"), resize)]
