@@ -87,7 +87,7 @@ def _named_classes(folder: Path) -> Labelling | None:
     file = folder / CLASSES_NAME
     if not file.is_file():
         return None
-    names = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    names = tuple(line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip())
     if len(names) < 2 or len(set(names)) < len(names) or len(names) > IGNORE_INDEX:
         raise ValueError(f"{file} has {len(names)} names, {len(set(names))} of them different: expected 2 to "
                          f"{IGNORE_INDEX} different ones, one a line")  # fmt: skip

@@ -110,7 +110,7 @@ def test_a_folder_names_its_own_classes(tmp_path: Path) -> None:
         write_parquet(tmp_path / f"{part}.parquet", [scene(i, (10, 12 + i), classes=3) for i in range(2)])
     with pytest.raises(ValueError, match="put classes.txt, one name a line, beside the data"):
         load_scenes(str(tmp_path))
-    (tmp_path / "classes.txt").write_text("road\n car\n\nsky\n")
+    (tmp_path / "classes.txt").write_text("road\n car\n\nsky\n", encoding="utf-8-sig")  # as Windows does
     train, _ = load_scenes(str(tmp_path))
     assert train.classes == ("road", "car", "sky")
     assert isinstance(train, EncodedScenes)
