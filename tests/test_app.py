@@ -6,6 +6,7 @@ import runpy
 import shutil
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +188,10 @@ def test_models_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     shutil.copy(Path(DEFAULT) / "preprocessor_config.json", tmp_path)
     with pytest.raises(ValueError, match=r"\(\(32, 32\), 7\), the adaptive one \(\(32, 32\), 10\): give two models"):
+        load_sides(str(tmp_path), ADAPTIVE)
+    Swin.from_pretrained(DEFAULT).save_pretrained(tmp_path)  # else its labels are those of another crop of the image
+    replace(SIDES[0].preprocess, resize=40).save(tmp_path)
+    with pytest.raises(ValueError, match=r"resized to \(40, 40\) for the default model, to \(32, 32\) for"):
         load_sides(str(tmp_path), ADAPTIVE)
     renamed = Swin.from_pretrained(DEFAULT)
     renamed.name_classes([*"9876543210"])

@@ -74,6 +74,10 @@ def load_sides(default: str, adaptive: str) -> tuple[Side, Side]:
     if left != right:
         raise ValueError(f"the default model has (size, classes) {left}, the adaptive one {right}: give two models of "
                          "one size for the same classes")  # fmt: skip
+    canvas, other = (side.preprocess.canvas_size for side in sides)
+    if canvas != other:
+        raise ValueError(f"images are resized to {canvas} for the default model, to {other} for the adaptive one, and "
+                         "one image cannot be both: give two models of one preprocessing")  # fmt: skip
     names = [side.model.class_names for side in sides]
     if all(names) and names[0] != names[1]:
         raise ValueError("the two models have classes of other names, or in another order: give two models of the same "
