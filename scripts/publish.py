@@ -98,6 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"--repo_id {args.repo_id}: {error}") from None
     if args.repo_id.count("/") != 1:
         raise SystemExit(f"--repo_id {args.repo_id}: expected owner/name")
+    if args.manifest and not args.manifest.is_file():
+        raise SystemExit(f"--manifest {args.manifest}: no such file; nothing was checked or published")
     if not args.dry_run and get_token() is None:
         raise SystemExit("no token for the Hub: run `hf auth login` or set HF_TOKEN, or try with --dry-run")
     try:

@@ -147,6 +147,8 @@ def test_broken_runs_are_refused_with_the_reason(run: Path, monkeypatch: pytest.
     for name in ("model", "a/b/c"):
         with pytest.raises(SystemExit, match=f"--repo_id {name}: "):
             publish.main([str(run), "--repo_id", name])
+    with pytest.raises(SystemExit, match="--manifest .*none.json: no such file"):  # not after the upload
+        publish.main([str(run), "--repo_id", "team/model", "--dry-run", "--manifest", str(tmp_path / "none.json")])
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
     with pytest.raises(SystemExit, match="no token for the Hub"):
