@@ -56,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="what to make; must be new or empty")
     parser.add_argument("--code_url", help="where the code can be read: a link on the page")
     args = parser.parse_args(arguments)
+    if args.code_url and not args.code_url.startswith("https://"):
+        parser.error(f"--code_url {args.code_url} is not an address that begins with https://: the page refuses it")
     if args.folder.exists() and any(args.folder.iterdir()):
         parser.error(f"{args.folder} is not empty: give a new folder")
     try:

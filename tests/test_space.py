@@ -81,6 +81,9 @@ def test_what_is_no_wheel_of_ours_is_refused(
         with pytest.raises(AssertionError, match="ended with 2"):
             call("scripts/space.py", str(tmp_path / wheel_name), str(tmp_path / folder))
         assert reason in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="ended with 2"):  # the page would not start with it
+        call("scripts/space.py", str(make_wheel(tmp_path / "a.whl")), str(tmp_path / "space"), "--code_url", "a.test")
+    assert "begins with https://" in capsys.readouterr().err
 
 
 def test_visitors_are_told_apart_behind_the_proxy() -> None:
