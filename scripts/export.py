@@ -24,6 +24,7 @@ from common import create_model, from_pretrained, list_models
 from common.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME, Preprocess
 from common.data.splits import load_digits_data
 from common.evaluation.evaluate import warn_of_fresh_weights
+from common.evaluation.flags import count
 from common.evaluation.tables import format_table, write_json
 from common.models.hub import HubModel, embedded
 from common.publishing.export import FORMATS, Normalised, check_exported, export_model, load_exported
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--with_preprocessing", action="store_true",
                         help="take uint8 images of that size: the normalisation becomes part of the graph")  # fmt: skip
     parser.add_argument("--check", type=int, default=32, metavar="N", help="digits to check on, 0 for no check (32)")
-    parser.add_argument("--shifts", type=int, default=8, help="random shifts of each of them (8)")
+    parser.add_argument("--shifts", type=count, default=8, help="random shifts of each of them (8)")
     parser.add_argument("--json", help="file to write the counts to")
     args = parser.parse_args(arguments)
     suffix = FORMATS[args.format]

@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard
 from publishing_helpers import CHECKPOINTS, MANIFESTS, edit
 
 from common import create_model
+from common.models.registry import parse_arguments
 from common.publishing import cards
 from common.publishing import manifest as manifests
 from common.publishing.results import command, data_of, measured, package_of, public_results, recipes_of
@@ -172,6 +173,10 @@ def test_the_papers_numbers_stand_beside_its_own_recipe_alone() -> None:
     card = cards.model_card(model, results, source="team/model")
     assert re.search(r"\| +85.79 \| +90.15 \|", card)
     assert "Not as in the paper's recipe: pretrained, lr, warmup epochs (see the command below)." in card
+    limited = cards.model_card(model, results | {"limit": 100}, source="team/model")
+    assert "pretrained, lr, warmup epochs, limit (see the command below)." in limited
+    results["settings"]["seed"] = 7  # the paper has five
+    assert cards.model_card(model, results, source="team/model").count("seed") == card.count("seed") + 1  # the command
     assert manifests.entry(results)["paper"]["top1"] == 90.15
     results["settings"]["data"] = "data/pets"
     card = cards.model_card(model, results, source="team/model")
@@ -192,6 +197,16 @@ def test_a_folder_called_digits_is_not_taken_for_the_embedded_digits() -> None:
     assert "--data ./digits\n" in card
     assert "secret" not in card
     assert data_of(public_results(results)) == data_of(results) == (None, "digits", "evaluation")
+
+
+def test_model_arguments_of_a_command_are_read_as_they_were() -> None:
+    """Else the command of a card builds another model, or none: null is a word, and a tuple of one a number."""
+    results = json.loads((ROOT / "results" / "swin_digits.json").read_text())
+    arguments = {"depths": [2], "anchors": ["token"], "padding_mode": None, "canonical": False, "sketch": 16}
+    results["settings"]["model_args"] = arguments
+    words = shlex.split(command(results))
+    read = parse_arguments(words[words.index("--model_args") + 1 :][: len(arguments)])
+    assert read == {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
 
 
 def test_names_with_spaces_are_one_word_of_the_command() -> None:

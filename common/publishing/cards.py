@@ -167,7 +167,7 @@ def _metrics(results: Mapping[str, Any], split: str) -> str:
     if recipe is None or not paper:
         text[-1] += " The paper has no such row."
     else:
-        settings, changes = results["settings"], [key for key in changes_of(results) if key != "metrics"]
+        settings, changes = results["settings"], [key for key in changes_of(results) if key not in ("metrics", "seed")]
         changes += ["limit"] if results.get("limit") else []
         said = [f"{key.replace('_', ' ')} {settings[key]:,} instead of {getattr(recipe, key):,}"
                 for key in ("epochs", "steps", "batch_size") if key in changes]  # fmt: skip

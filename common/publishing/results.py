@@ -120,7 +120,9 @@ def paper_of(results: Mapping[str, Any]) -> dict[str, float]:
 
 def _word(value: Any) -> str:
     """A model argument as ``--model_args`` reads it."""
-    return ",".join(map(str, value)) if isinstance(value, list) else json.dumps(value).strip('"')
+    if isinstance(value, list):
+        return ",".join(map(_word, value)) + ("," if len(value) == 1 else "")
+    return "none" if value is None else json.dumps(value).strip('"')
 
 
 def command(results: Mapping[str, Any]) -> str:
