@@ -147,6 +147,29 @@ def test_best_is_the_best_and_last_the_last(tmp_path: Path, train_digits: Train,
     assert equal(tmp_path, witness.evaluated[0])
 
 
+def test_a_best_model_that_was_not_saved_any_more_is_the_best_again(
+    tmp_path: Path, train_digits: Train, witness: type[Witness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between its evaluation and its file, it would be in the log, and ``best/`` would hold an earlier one."""
+    flags = ("--epochs", "3", "--eval_every", "1", "--checkpointing_steps", "1")
+    witness.scores.extend([10.0, 30.0, 30.0, 20.0])
+    save = witness.save
+
+    def killed(self: Witness, *args: Any) -> None:
+        if len(self.evaluated) == 2:
+            raise KeyboardInterrupt
+        save(self, *args)
+
+    monkeypatch.setattr(witness, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_digits(tmp_path, *flags, task=witness)
+    monkeypatch.setattr(witness, "save", save)
+    train_digits(tmp_path, *flags, "--resume_from_checkpoint", "latest", task=witness)
+    assert equal(tmp_path / "best", witness.evaluated[2])
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["top1"]) for row in rows if "top1" in row] == [(4, 10.0), (8, 30.0), (12, 20.0)]
+
+
 def test_the_average_is_what_is_evaluated_and_saved(
     tmp_path: Path, train_digits: Train, witness: type[Witness]
 ) -> None:

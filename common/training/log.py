@@ -37,7 +37,7 @@ class RunLog:
         self.seconds, self.last, self.images = 0.0, time.perf_counter(), 0
         if accelerator.is_main_process:
             path.parent.mkdir(parents=True, exist_ok=True)
-            rows = [row for row in read_log(path) if row["step"] <= progress.step] if progress.step else []
+            rows = [row for row in read_log(path) if not _redone(row, progress)]
             temporary = path.with_name(f".{path.name}")
             temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
             temporary.replace(path)
@@ -80,3 +80,9 @@ class RunLog:
         if self.accelerator.is_main_process:
             with self.path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def _redone(row: dict[str, Any], progress: Progress) -> bool:
+    """Whether a run that goes on from there writes a row again: what came later, and what was measured at that very
+    step, for a checkpoint lies before the evaluation, and the model may not have been saved any more."""
+    return row["step"] > progress.step or (row["step"] == progress.step and not {"lr", "epoch_seconds"} & row.keys())
