@@ -224,6 +224,16 @@ def test_going_back_sets_later_checkpoints_aside(finished: Path, used: Path, tra
     assert same(used, finished)
 
 
+def test_copies_by_other_names_are_left_alone(used: Path, train_digits: Train) -> None:
+    """A copy that someone keeps would be deleted or, kept as the newest one, have the run delete its own."""
+    root = used / "checkpoints"
+    (root / "step_00000004").rename(root / "step_best")
+    shutil.copytree(root / "step_best", root / "step_00000001_mine")
+    train_digits(used, "--checkpointing_steps", "1", "--checkpoints_total_limit", "1", "--resume_from_checkpoint",
+                 "latest")  # fmt: skip
+    assert sorted(path.name for path in root.iterdir()) == ["step_00000001_mine", "step_00000004", "step_best"]
+
+
 # two runs at once
 
 

@@ -5,6 +5,7 @@ A checkpoint is whole if every file has the digest that ``manifest.json``, which
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -19,8 +20,8 @@ from shiftvit import death
 
 from ..seeding import derive_seed
 
-__all__ = ["Progress", "latest_checkpoint", "load_checkpoint", "on_main", "read_checkpoint", "save_checkpoint",
-           "write_manifest"]  # fmt: skip
+__all__ = ["Progress", "checkpoints_in", "latest_checkpoint", "load_checkpoint", "on_main", "read_checkpoint",
+           "save_checkpoint", "write_manifest"]  # fmt: skip
 
 PROGRESS_NAME = "progress.json"
 MANIFEST_NAME = "manifest.json"
@@ -69,13 +70,20 @@ def save_checkpoint(accelerator: Accelerator, root: Path, progress: Progress, id
         raise OSError(f"could not write checkpoint {final} ({error}): free some disk space and resume with "
                       "--resume_from_checkpoint latest; earlier checkpoints are untouched") from error  # fmt: skip
     if accelerator.is_main_process:
-        kept = sorted(path for path in root.glob("step_*") if (path / MANIFEST_NAME).is_file())[-keep:]
-        for old in (*root.glob("step_*"), *root.glob(".step_*")):  # also what a killed run has left half written
+        found = checkpoints_in(root)
+        kept = [path for path in found if (path / MANIFEST_NAME).is_file()][-keep:]
+        for old in (*found, *root.glob(".step_*")):  # also what a killed run has left half written
             if old not in kept:
                 (old / MANIFEST_NAME).unlink(missing_ok=True)  # first: no longer whole
                 shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()
     return final
+
+
+def checkpoints_in(root: Path) -> list[Path]:
+    """What runs have written there, by step. A copy by another name, ``step_best``, is its owner's."""
+    steps = {path: int(path.name[5:]) for path in root.glob("step_*") if re.fullmatch(r"step_[0-9]+", path.name)}
+    return sorted(steps, key=steps.__getitem__)
 
 
 def write_manifest(path: Path) -> None:
@@ -134,7 +142,7 @@ def _is_count(value: Any) -> bool:
 def latest_checkpoint(root: Path, report: Callable[[str], None] = print) -> Path | None:
     """The newest whole checkpoint of a run, or None where there is none at all; says which it passes over."""
     faults = []
-    for path in sorted(root.glob("step_*"), reverse=True):
+    for path in reversed(checkpoints_in(root)):
         try:
             read_checkpoint(path)
         except (OSError, ValueError) as error:

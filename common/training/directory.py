@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from .checkpoints import on_main
+from .checkpoints import checkpoints_in, on_main
 
 __all__ = ["LOGS", "TRAINED", "acquire", "check_directory", "locked", "release", "set_aside", "set_later_aside"]
 
@@ -25,7 +25,7 @@ def check_directory(output: Path, resume: str | None, overwrite: bool) -> None:
     """Refuse to begin where checkpoints of another run are, unless they are to be set aside."""
     root = output / "checkpoints"
     own = bool(resume) and (resume == "latest" or Path(str(resume)).resolve().parent == root.resolve())
-    found = sorted(path.name for path in root.glob("step_*"))
+    found = [path.name for path in checkpoints_in(root)]
     if own and overwrite:
         raise ValueError(f"--resume_from_checkpoint {resume} goes on with the run in {output}, --overwrite_output_dir "
                          "sets it aside: leave out one of them")  # fmt: skip
@@ -49,9 +49,7 @@ def set_aside(output: Path, files: Sequence[str] = LOGS + TRAINED, number: int =
 
 def set_later_aside(output: Path, step: int) -> None:
     """Move checkpoints after ``step``, which a resumed run has left behind: they are not its own."""
-    found = sorted((output / "checkpoints").glob("step_*"))
-    matches = [(path, re.fullmatch(r"step_(\d+)", path.name)) for path in found]
-    later = [path for path, match in matches if match and int(match[1]) > step]
+    later = [path for path in checkpoints_in(output / "checkpoints") if int(path.name[5:]) > step]
     if later:
         target = output / f"checkpoints.old-{_free_number(output)}"
         target.mkdir()
