@@ -285,7 +285,12 @@ def see(image: Image.Image, upright: bool = True) -> np.ndarray:
     turn = UPRIGHT.get(_orientation(image)) if upright else None
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         levels = np.asarray(image).astype(np.uint32)  # Pillow would cut off what exceeds 255
-        seen = Image.fromarray(((levels + 128) // 257).astype(np.uint8)).convert("RGB")
+        tags = getattr(image, "tag_v2", {})  # of TIFF: 12 bits look like 16, and 0 may be white
+        most = 2 ** tags.get(ExifTags.Base.BitsPerSample, (16,))[0] - 1
+        shades = (levels * 255 + most // 2) // most
+        shades = 255 - shades if tags.get(ExifTags.Base.PhotometricInterpretation) == 0 else shades
+        shades = np.where(levels == image.info.get("transparency", -1), 255, shades)
+        seen = Image.fromarray(shades.astype(np.uint8)).convert("RGB")
     elif image.mode in ("I", "F"):
         raise ValueError(f"its pixels are 32-bit {'integers' if image.mode == 'I' else 'fractions'}, and nothing "
                          "says which of them is white: save it with 8 or 16 bits")  # fmt: skip
