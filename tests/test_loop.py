@@ -59,6 +59,9 @@ class Witness(Classification):
         self.evaluated.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         return {"top1": self.scores[len(self.evaluated) - 1]} if self.scores else super().evaluate(model)
 
+    def confirm(self, directory: Path, results: dict[str, Any]) -> None:
+        """Nothing: it would count as one more evaluation."""
+
 
 @pytest.fixture
 def witness(monkeypatch: pytest.MonkeyPatch) -> type[Witness]:
@@ -168,6 +171,21 @@ def test_a_best_model_that_was_not_saved_any_more_is_the_best_again(
     assert equal(tmp_path / "best", witness.evaluated[2])
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [(row["step"], row["top1"]) for row in rows if "top1" in row] == [(4, 10.0), (8, 30.0), (12, 20.0)]
+
+
+def test_results_are_those_of_the_saved_weights(
+    tmp_path: Path, train_digits: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved is measured once more: numbers that belong to other weights are not written."""
+    save = Classification.save
+
+    def save_other_weights(self: Classification, directory: Path, state: dict[str, Tensor]) -> None:
+        save(self, directory, {**state, WEIGHT: -state[WEIGHT]})
+
+    monkeypatch.setattr(Classification, "save", save_other_weights)
+    with pytest.raises(RuntimeError, match=r"saved in .* has top1 \d.*, not \d.* as measured before"):
+        train_digits(tmp_path, "--steps", "12", "--lr", "0.02")
+    assert not (tmp_path / "results.json").exists()
 
 
 def test_the_average_is_what_is_evaluated_and_saved(

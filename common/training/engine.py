@@ -219,6 +219,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
             results = finish_epoch()
     results = results or finish_epoch()  # a run that was resumed at its end
     bar.close()
+    job.confirm(output, results)
     broken = getattr(job.train_split, "broken", torch.zeros(0)).sum().item()
     if broken:
         accelerator.print(f"{broken:,} training images could not be read and were left out")

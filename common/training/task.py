@@ -21,11 +21,13 @@ from ..models.classifier import Classifier
 from ..models.hub import CONFIG_NAME, WEIGHTS_NAME, HubModel, read_config, resolve_file
 from ..models.registry import create_model
 from ..models.weights import load_weights
+from .checkpoints import on_main
 from .recipe import BaseRecipe, Recipe, RunOptions
 
 __all__ = ["Classification", "Task", "start_from"]
 
 R = TypeVar("R", bound=BaseRecipe)
+SLACK = 0.1  # percent, or two images of few: what rounding may change of sharded weights, or in another layout
 
 
 class Task(ABC, Generic[R]):
@@ -57,6 +59,18 @@ class Task(ABC, Generic[R]):
     @abstractmethod
     def save(self, directory: Path, state: dict[str, Tensor]) -> None:
         """Write the model with these weights, and what it takes to use it."""
+
+    def confirm(self, directory: Path, results: dict[str, Any]) -> None:
+        """Measure the saved model, as others will load it; raise a RuntimeError where ``results`` are not its own."""
+        model = on_main(self.accelerator, lambda: type(self.model).from_pretrained(directory))
+        found = self.evaluate(model.to(self.accelerator.device))
+        slack = max(SLACK, 200 / results["images"])
+        pairs = {name: (found[name], results[name]) for name in self.recipe.metrics}
+        wrong = [f"{name} {saved:.2f}, not {measured:.2f}" for name, (saved, measured) in pairs.items()
+                 if not abs(saved - measured) <= slack]  # fmt: skip
+        if wrong:
+            raise RuntimeError(f"the model saved in {directory} has {', '.join(wrong)} as measured before: "
+                               "no results are written; report this, and keep the directory")  # fmt: skip
 
 
 def warn_of_misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split, accelerator: Accelerator) -> None:
