@@ -85,6 +85,29 @@ def test_every_hooked_layer_is_called(name: str) -> None:
     assert set(calls) == set(layers)
 
 
+@pytest.mark.parametrize("name", MICRO)
+def test_hooks_of_all_modules_see_every_layer(name: str) -> None:
+    """As profilers and counters of operations set them, on no layer in particular."""
+    model, calls = randomize(create_model(name)).eval(), []
+    layers = {id(m) for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d, nn.LayerNorm))}
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(id(module)))
+    try:
+        model(torch.ones(1, 3, 32, 32))
+    finally:
+        hook.remove()
+    assert layers <= set(calls)
+
+
+@pytest.mark.parametrize("name", [name for name in ADAPTIVE if name != "a_cvt_micro"])  # which scores no linear layer
+def test_a_wrapper_without_a_weight_is_named(name: str) -> None:
+    """Anchors score by weights: else an attribute is missing somewhere within."""
+    model = create_model(name).eval()
+    for n in [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]:
+        model.set_submodule(n, nn.Sequential(model.get_submodule(n)))
+    with pytest.raises(TypeError, match="a Sequential is where an anchor reads the weight of a layer, and has none"):
+        model(torch.ones(1, 3, 32, 32))
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_weights_made_before_every_forward_are_not_those_of_the_last(name: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -47,6 +48,9 @@ def weight_of(layer: Any) -> Tensor:
     of peft add to it, so that anchors choose the same before and after those are merged."""
     for make in makers(layer):
         make(layer, ())
+    if not hasattr(layer, "weight"):
+        raise TypeError(f"a {type(layer).__name__} is where an anchor reads the weight of a layer, and has none: give "
+                        "it the property weight, as what wraps a layer has for its base")  # fmt: skip
     weight = gathered(layer.weight)
     if type(layer) in PLAIN or not hasattr(layer, "get_delta_weight") or layer.merged or layer.disable_adapters:
         return weight
@@ -88,6 +92,7 @@ def is_plain(module: nn.Module) -> bool:
     shard about it, so that its weights may be read instead of calling it."""
     plain = type(module) in PLAIN and not isinstance(module.weight, DTensor)
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    hooks = hooks or _has_any_global_hook()  # of all modules
     return plain and not hooks and "forward" not in module.__dict__  # accelerate's offloading replaces it
 
 
