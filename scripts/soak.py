@@ -60,7 +60,8 @@ class Soak:
     def __init__(self, directory: Path, kills: int, seed: int, *more: str, drop_path: str = "0.1") -> None:
         self.directory, self.kills, self.rng = directory, kills, random.Random(seed)
         self.steps = 40 + 8 * kills  # more than a run is let go between two kills
-        directory.mkdir(exist_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)  # two disturbances may begin with the same run
+        directory.mkdir()
         load_data("digits")  # imports what every run needs, once for all
         self.flags = ["--model", "swin_micro", "--limit", "64", "--batch_size", "16", "--steps", str(self.steps),
                       "--checkpointing_steps", "1", "--eval_every", "5", "--metrics", "top1", "--report_to", "none",
@@ -224,7 +225,6 @@ def wait_for(output: Path, count: int, alive: Callable[[], bool]) -> None:
 def without_drop_path(soak: Soak) -> Soak:
     """A short run, killed in the middle: parts of a batch draw other random numbers than the whole."""
     directory = soak.directory / "plain"
-    shutil.rmtree(directory, ignore_errors=True)
     plain = Soak(directory, 0, 0, drop_path="0")
     process = plain.started(directory / "middle", 10)
     os.kill(process.pid or 0, signal.SIGKILL)

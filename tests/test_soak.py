@@ -1,6 +1,7 @@
 """Runs whose processes die, as ``scripts/soak.py`` disturbs them: they end soon, say who died, and can go on."""
 
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +33,14 @@ print(soak["DISTURBANCES"]["{name}"](soak["Soak"](Path("{tmp_path}"), 0, 0)))
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, text=True, capture_output=True,
                           check=False)  # fmt: skip
     assert said in done.stdout, done.stderr[-2000:]
+
+
+def test_each_disturbance_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that begin with the same run are refused by the directory of the first, or go on with its weights."""
+    soak = runpy.run_path(str(ROOT / "scripts/soak.py"))["Soak"]
+    monkeypatch.setattr(soak, "finish", lambda self, output: output.mkdir())
+    for _ in range(2):
+        soak(tmp_path / "large", 0, 0)
 
 
 def test_deaths_are_told_from_other_errors() -> None:
