@@ -104,6 +104,9 @@ class Study(Classification):
     def save(self, directory: Path, state: dict[str, Tensor]) -> None:
         """Nothing: what a study needs of a model is measured at once."""
 
+    def confirm(self, directory: Path, results: dict[str, Any]) -> None:
+        """Nothing, as nothing is saved."""
+
 
 @cache
 def splits(data: str) -> tuple[Split, Split]:

@@ -1,8 +1,14 @@
 """The family of scores: whatever an anchor looks at, the model stays exact. Else users lose the point of it all."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import awkward_images, randomize
+from conftest import ROOT, awkward_images, randomize
 
 from common.anchors import SCORES, Score, WindowAnchor, observed_scores
 from common.evaluation.equivariance import assert_shift_equivariant, shift_error
@@ -80,3 +86,16 @@ def test_the_strongest_patch_decides_a_peak() -> None:
     x = torch.rand(8, 16, 16, 3, dtype=torch.float64)
     x[:, 5:7, 9:11] = 4.0
     assert WindowAnchor(score="peak").offset(x, (2, 2)).tolist() == [[1, 1]] * 8
+
+
+@pytest.mark.slow
+def test_the_study_writes_its_table(tmp_path: Path) -> None:
+    """Else nobody can run it again: every run would end without a result."""
+    command = [sys.executable, str(ROOT / "scripts" / "score_study.py"), "--data", "digits", "--families", "swin"]
+    command += ["--variants", "fixed", "--seeds", "0", "--epochs", "1", "--limit", "256", "--jobs", "1"]
+    command += ["--mixed_precision", "no", "--output_dir", str(tmp_path), "--json", str(tmp_path / "table.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    logs = [path.read_text()[-2000:] for path in tmp_path.glob("worker-*.log")]
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert [(row["family"], row["variant"], row["c_cons"]) for row in rows] == [("swin", "fixed", 100.0)], (logs, done)
