@@ -79,3 +79,8 @@ def test_the_recipe_of_digits_warns(tmp_path: Path, train_digits: Callable[..., 
     small = replace(split, images=photographs, labels=split.labels[:2])
     assert "their mean colour is" in misfit(RECIPES["digits"], (32, 32), small)
     assert misfit(RECIPES["cifar10"], (224, 224), small) == ""
+    photograph = RECIPES["photographs"]
+    assert misfit(photograph, (224, 224), small) == ""
+    # a small model, for a laptop: of 256 x 256 pixels, it would learn from 32 x 32 in the middle
+    assert "the model sees 32x32 at the centre. For the whole image: --resize 32" in misfit(photograph, (32, 32), small)
+    assert misfit(replace(photograph, resize=32), (32, 32), small) == ""

@@ -75,22 +75,26 @@ class Task(ABC, Generic[R]):
 
 def warn_of_misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split, accelerator: Accelerator) -> None:
     if accelerator.is_main_process and (reason := misfit(recipe, size, split)):
-        warnings.warn(f"images do not fit this recipe: {reason}. For photographs: --recipe photographs", stacklevel=3)
+        warnings.warn(f"images do not fit this recipe: {reason}", stacklevel=3)
 
 
 def misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split) -> str:
-    """Why a recipe does not fit the images of a split; empty if it does."""
-    images = split.peek(16)
+    """Why a recipe does not fit the images of a split, and what would; empty if it does."""
+    images, advice = split.peek(16), "For photographs: --recipe photographs with its own model"
     if not images:
         return ""
+    resize = getattr(recipe, "resize", None)
+    if isinstance(resize, int) and resize >= 2 * max(size):  # scenes have a range of sizes
+        return (f"they are resized to {resize}x{resize}, and the model sees {size[0]}x{size[1]} at the centre. For the "
+                f"whole image: --resize {max(size)}")  # fmt: skip
     side = sorted(min(image.shape[:2]) for image in images)[len(images) // 2]
     if side >= 3 * max(size):
-        return f"they have {side} px and more, of which the model sees {size[0]}x{size[1]}"
+        return f"they have {side} px and more, of which the model sees {size[0]}x{size[1]}. {advice}"
     if recipe.mean != IMAGENET_MEAN:  # a recipe with statistics of its own
         mean = sum(image.mean((0, 1)) / 255 for image in images) / len(images)
         away = abs(mean - recipe.mean) / recipe.std
         if max(away) > 1:
-            return f"their mean colour is {mean.round(2).tolist()}, the recipe's {list(recipe.mean)}"
+            return f"their mean colour is {mean.round(2).tolist()}, the recipe's {list(recipe.mean)}. {advice}"
     return ""
 
 
