@@ -96,3 +96,5 @@ def _ours(error: BaseException) -> bool:
 
 
 check_ours("common")
+if Path(*sys.argv[:1]).resolve().is_relative_to(ROOT):  # a command of ours, which may import this one, too
+    check_ours("segmentation")

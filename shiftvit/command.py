@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shiftvit import ROOT
+from shiftvit import ROOT, check_ours
 
 __all__ = ["main"]
 
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         script = ROOT / folder / f"{name}.py"
     else:
         script = SCRIPTS / f"{name}.py"
+    check_ours("segmentation")
     sys.argv = [str(script), *rest]
     runpy.run_path(str(script), run_name="__main__")
 

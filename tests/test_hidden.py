@@ -14,6 +14,8 @@ from conftest import ROOT
     ("common.py", [str(ROOT / "swin" / "train.py"), "--help"]),
     ("cvt.py", ["-c", "import common; common.create_model('swin_micro')"]),
     ("segmentation/__init__.py", ["-c", "import common; common.list_models()"]),
+    ("segmentation/__init__.py", [str(ROOT / "scripts" / "predict.py"), "--help"]),
+    ("segmentation.py", ["-m", "shiftvit", "app", "--help"]),
 ])  # fmt: skip
 def test_what_hides_ours_is_named(file: str, command: list[str], tmp_path: Path) -> None:
     path = tmp_path / file
