@@ -121,6 +121,8 @@ def test_missing_files_say_what_to_do(saved: Path) -> None:
     (saved / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         from_pretrained(str(saved))
+    with pytest.raises(FileNotFoundError, match=r"not a Hub id .*: create_model\(NAME\) builds"):
+        from_pretrained("a_swin_tiny")
     with pytest.raises(FileNotFoundError, match="not a Hub id"):
         from_pretrained("/nowhere/at/all")
     with pytest.raises(ValueError, match="is a file"):

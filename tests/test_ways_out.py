@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import transformers
 from conftest import ROOT
 from PIL import Image
 
@@ -78,3 +79,18 @@ def test_predict_takes_models_of_timm(tmp_path: Path) -> None:
     assert found["predictions"][0]["class"] == 2
     with pytest.raises(ValueError, match="fresh weights, which has nothing to say: give a directory"):
         predict([*arguments, "a_swin_tiny"])
+
+
+def test_habits_of_timm_and_transformers_are_answered() -> None:
+    assert type(create_model("a_swin_micro", pretrained=False)) is type(create_model("a_swin_micro"))
+    with pytest.raises(ValueError, match=r"fresh weights: for trained ones, from_pretrained\(DIRECTORY\)"):
+        create_model("a_swin_micro", pretrained=True)
+    with pytest.raises(ValueError, match=r"^unknown arguments \['global_pool'\]: Swin takes"):  # not "config of ..."
+        from_pretrained(SWIN, global_pool="max")
+    small: dict[str, Any] = {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 16}
+    larger = timm.create_model("swin_tiny_patch4_window7_224", img_size=256, **small)
+    with pytest.raises(ValueError, match="image size 256x256: .* fits window_size=8$"):
+        adapt(larger)
+    config = transformers.SwinConfig(**small)
+    with pytest.raises(TypeError, match="--source transformers of the folder's convert.py"):
+        adapt(transformers.SwinForImageClassification(config))

@@ -80,12 +80,17 @@ def _of_timm(model: nn.Module) -> tuple[type[HubModel], dict[str, Any]]:
         if name.startswith("Feature"):  # timm's features_only
             raise TypeError(f"cannot adapt a {name}, a part of a model: adapt the whole model, timm.create_model(NAME) "
                             "without features_only, then call its forward_intermediates")  # fmt: skip
+        foreign = type(model).__module__.startswith("transformers.")
         raise TypeError(f"cannot adapt a {name}: expected our default models or timm's {', '.join(TIMM)}"
-                        + (", before it is compiled or wrapped" if wrapped else ""))  # fmt: skip
+                        + (", before it is compiled or wrapped" if wrapped else "")
+                        + ("; weights of Swin, SwinV2 and CvT become ours by --source transformers of the folder's "
+                           "convert.py" if foreign else ""))  # fmt: skip
     package = PACKAGES[TIMM[name]]
     config = importlib.import_module(f"{package}.convert").timm_config(model)
     cls = next(c for c in vars(importlib.import_module(package)).values()
                if isinstance(c, type) and getattr(c, "model_type", None) == TIMM[name])  # fmt: skip
+    with torch.device("meta"):
+        cls(**config, adaptive=True)  # else a size that is no multiple is taken for an option that ours lacks
     default = cls(**config)
     check_state(default.state_dict(), model.state_dict(), f"this {name} has options that ours lacks: its state")
     generator = torch.Generator().manual_seed(0)

@@ -166,7 +166,9 @@ class HubModel(nn.Module):
         names: tuple[str, ...] = config.pop("id2label", ())
         config = {key: value for key, value in config.items() if key not in FOR_TIMM}
         known = set(inspect.signature(cls.__init__).parameters) - {"self"}
-        if unknown := sorted((set(config) | set(overrides)) - known):
+        if unknown := sorted(set(overrides) - known):
+            raise ValueError(f"unknown arguments {unknown}: {cls.__name__} takes {sorted(known)}")
+        if unknown := sorted(set(config) - known):
             raise ValueError(f"config of {source} has unknown keys {str(unknown)[:100]}: "
                              f"{cls.__name__} takes {sorted(known)}")  # fmt: skip
         check_types(cls, config, str(source))
@@ -257,7 +259,9 @@ def _locate(source: str | os.PathLike[str], name: str, **hub: Any) -> Path:
     if directory.exists():
         raise ValueError(f"{directory} is a file: give the directory that holds {CONFIG_NAME} and {WEIGHTS_NAME}")
     if directory.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
-        raise FileNotFoundError(f"no directory {source}, and it is not a Hub id of the form 'owner/name'")
+        raise FileNotFoundError(f"no directory {source}, and it is not a Hub id of the form 'owner/name'"
+                                + ("" if "/" in str(source) else ": create_model(NAME) builds a model with fresh "
+                                   "weights"))  # fmt: skip
     return Path(hf_hub_download(str(source), name, **hub))
 
 

@@ -75,6 +75,9 @@ def list_models(pattern: str = "*", exclude_filters: str | Sequence[str] = ()) -
 def create_model(name: str, **kwargs: Any) -> HubModel:
     """Build a model with fresh weights; ``kwargs`` override its arguments (num_classes, img_size, ...)."""
     builders = _builders()
+    if kwargs.pop("pretrained", False):  # as in timm
+        raise ValueError(f"create_model gives {name!r} fresh weights: for trained ones, from_pretrained(DIRECTORY) or "
+                         "from_pretrained('OWNER/NAME')")  # fmt: skip
     if name not in builders:
         near = difflib.get_close_matches(name, builders, n=3, cutoff=0.5)
         raise ValueError(f"unknown model {name!r}: did you mean {' or '.join(near)}?" if near else
