@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--segmenter", default="upernet_a_swin_micro", help="adaptive UperNet for digit scenes")
     parser.add_argument("--default_segmenter", help="default UperNet; without it, the adaptive one's weights serve")
     parser.add_argument("--code_url", help="where the code can be read: a link below the title")
-    parser.add_argument("--port", type=int, default=int(os.environ.get("GRADIO_SERVER_PORT", "7860")))
+    parser.add_argument(
+        "--port", type=int, default=int(os.environ.get("GRADIO_SERVER_PORT", "7860")), help="port of the server"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 shows the page to the network")
     args = parser.parse_args()
 

@@ -19,14 +19,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="directory of a trained model, or a Hub id")
     parser.add_argument("--data", required=True, help="'digits', a folder, or a Hub id; its evaluation split is used")
-    parser.add_argument("--parts", nargs="+", choices=FULL, default=list(FULL))
-    parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
-    parser.add_argument("--batch_size", type=count, default=250)
+    parser.add_argument("--parts", nargs="+", choices=FULL, default=list(FULL), help="what to measure (all)")
+    parser.add_argument(
+        "--mixed_precision",
+        choices=("no", "fp16", "bf16"),
+        help="of the forward passes; if not given, as `accelerate config` says",
+    )
+    parser.add_argument("--batch_size", type=count, default=250, help="images at once (%(default)s)")
     parser.add_argument("--limit", type=count, help="use only the first images")
     parser.add_argument("--exact_images", type=count, default=1000, help="images whose bits are compared")
     parser.add_argument("--crop", action="store_true", help="standard shifts under a centre crop, not with zeros")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="compile the model first")
+    parser.add_argument("--seed", type=int, default=0, help="of the random shifts (%(default)s)")
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     parser.add_argument("--json", type=Path, help="file to write; a figure of token errors goes beside it")
     args = parser.parse_args()

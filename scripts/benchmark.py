@@ -111,21 +111,26 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("contenders", nargs="*", help="models to compare; swin_tiny a_swin_tiny if none is named")
     parser.add_argument("--models", nargs="+", default=[], help="the same, as a flag")
-    parser.add_argument("--preset", choices=PRESETS)
+    parser.add_argument("--preset", choices=PRESETS, help="see above; sets models and settings")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="of a preset")
     parser.add_argument(
         "--sections",
         nargs="+",
         help="of a preset: speed has inference (with CUDA graphs), compiled (without), train, eager and latency",
     )
-    parser.add_argument("--mode", choices=MODES)
+    parser.add_argument("--mode", choices=MODES, help="what a contender runs (inference)")
     parser.add_argument("--batch_size", type=int, help="128 where a preset does not say otherwise")
     parser.add_argument("--img_size", type=int, help="each model's own by default")
     parser.add_argument("--precision", choices=PRECISIONS, help="float32 where a preset does not say otherwise")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
-    parser.add_argument("--compile_mode", choices=COMPILE_MODES)
-    parser.add_argument("--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the models first")
+    parser.add_argument("--compile_mode", choices=COMPILE_MODES, help="mode of torch.compile")
+    parser.add_argument(
+        "--device",
+        type=present_device,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to compute (%(default)s)",
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each contender (%(default)s)")
     parser.add_argument("--block_seconds", type=float, help="how long a contender runs per round: 0.2, a module 0.05")
     parser.add_argument("--budget", type=float, help="seconds after which no round is added")
     parser.add_argument("--count_kernels", action="store_true", help="of one step; on a CPU, operators")

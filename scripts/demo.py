@@ -27,7 +27,7 @@ SHIFTS = ((0, 0), (0, 1), (1, 0), (2, 3), (5, 1), (9, 13), (16, 16))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"), help="where models and picture go")
     parser.add_argument("--epochs", type=int, default=45, help=f"the recipe has {RECIPES['digits'].epochs}")
     args = parser.parse_args()
 

@@ -35,9 +35,14 @@ LARGEST = 4096  # no image has a side so long
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="a_swin_tiny", help="its shapes are tried")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8, help="images at once (%(default)s)")
     parser.add_argument("--precision", choices=TYPES, help="default: bf16 where the card has it, else fp16")
-    parser.add_argument("--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        type=present_device,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to compute (%(default)s)",
+    )
     args = parser.parse_args()
 
     device = torch.device(args.device)

@@ -37,10 +37,18 @@ def main() -> None:
         help="names (lively random weights) or directories",
     )
     parser.add_argument("--data", default="digits", help="'digits' or a folder; its evaluation split is used")
-    parser.add_argument("--images", type=count, default=1000)
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["float32", "bf16"])
-    parser.add_argument("--batch_size", type=count, default=50)
-    parser.add_argument("--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--images", type=count, default=1000, help="images to classify")
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        choices=PRECISIONS,
+        default=["float32", "bf16"],
+        help="precisions of the forward passes",
+    )
+    parser.add_argument("--batch_size", type=count, default=50, help="images at once")
+    parser.add_argument(
+        "--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu", help="where to compute"
+    )
     parser.add_argument("--json", help="file to write the counts to")
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     args = parser.parse_args()

@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--model",
         required=True,
-        help="directory, Hub id, or name (trained, if the repository has it so, else fresh weights)",
+        help="directory, Hub id, or name (of a checkpoint here; without one, fresh weights)",
     )
-    parser.add_argument("--format", choices=FORMATS, required=True)
+    parser.add_argument("--format", choices=FORMATS, required=True, help="format of the file")
     parser.add_argument("--output", type=Path, help="file to write; default: outputs/export/MODEL.pt2 or .onnx")
     parser.add_argument("--opset", type=int, help="of ONNX, 18 to 25; default: the one that torch recommends")
     parser.add_argument("--img_size", type=int, nargs="+", metavar="SIDE", help="side, or height and width, of the "
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--with_preprocessing", action="store_true",
                         help="take uint8 images of that size: the normalisation becomes part of the graph")  # fmt: skip
     parser.add_argument("--check", type=int, default=32, metavar="N", help="digits to check on, 0 for no check (32)")
-    parser.add_argument("--shifts", type=count, default=8, help="random shifts of each of them (8)")
+    parser.add_argument("--shifts", type=count, default=8, help="random shifts of each digit (8)")
     parser.add_argument("--json", help="file to write the counts to")
     args = parser.parse_args(arguments)
     suffix = FORMATS[args.format]

@@ -60,11 +60,13 @@ def measure(name: str, mode: str, device: str, batch: int, begun: float) -> dict
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--models", nargs="+", default=MODELS, help="names of models")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=MODES, help="what comes before the first output (all)"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
-    parser.add_argument("--batch_size", type=int, default=128)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--batch_size", type=int, default=128, help="images at once (%(default)s)")
+    parser.add_argument("--json", type=Path, help="file to write the table to")
     parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)  # in the process that measures
     args = parser.parse_args(arguments)
     if args.begun:

@@ -101,7 +101,7 @@ def run_kind(kind: str, seeds: Sequence[int], directory: Path, seconds: float, m
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=10_000, help="over all kinds (%(default)s)")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of files (all)")
     parser.add_argument("--seed", type=int, default=0, help="of the first case of each kind (%(default)s)")
     parser.add_argument("--seconds", type=float, default=30, help="for one file (%(default)s)")
     parser.add_argument("--memory", type=int, default=1024, help="MiB that one file may take (%(default)s)")

@@ -71,21 +71,32 @@ class Report:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE")
+    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="files to classify")
     parser.add_argument("--model", action="append", required=True,
-                        help="directory, Hub id or timm:NAME; again for a second model")  # fmt: skip
+                        help="directory, Hub id or timm:NAME; repeat it for a second model")  # fmt: skip
     parser.add_argument("--top", type=int, default=5, help="most likely classes to show (%(default)s)")
-    parser.add_argument("--classes", help="names of the classes, if not those stored with the model: a "
+    parser.add_argument("--classes", help="class names, instead of those stored with the model: a "
                         "file with one per line, or 'imagenet-1k'")  # fmt: skip
-    parser.add_argument("--shift-report", "--shift_report", action="store_true", help="predict at shifts, too")
+    parser.add_argument(
+        "--shift-report", "--shift_report", action="store_true", help="also predict at a grid of shifts"
+    )
     parser.add_argument("--shifts", choices=MOVES, default="circular",
-                        help="circular: pixels wrap around; standard: zeros come in (%(default)s)")  # fmt: skip
+                        help="circular: pixels wrap around; standard: filled with zeros (%(default)s)")  # fmt: skip
     parser.add_argument("--grid", type=int, default=8, help="shifts per axis (%(default)s)")
-    parser.add_argument("--step", type=int, default=4, help="pixels of the model's input between them (%(default)s)")
-    parser.add_argument("--plot", type=Path, default=Path("outputs/shift_report.png"), help="heat map (%(default)s)")
-    parser.add_argument("--masks", type=Path, default=Path("outputs/masks"), help="masks of segmenters (%(default)s)")
+    parser.add_argument("--step", type=int, default=4, help="pixels of the model's input between shifts (%(default)s)")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("outputs/shift_report.png"), help="picture of the shift report (%(default)s)"
+    )
+    parser.add_argument(
+        "--masks", type=Path, default=Path("outputs/masks"), help="folder for masks of segmenters (%(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="file to write everything to")
-    parser.add_argument("--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        type=present_device,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to compute (%(default)s)",
+    )
     args = parser.parse_args(arguments)
     for name in ("top", "grid", "step"):
         if getattr(args, name) < 1:

@@ -42,7 +42,7 @@ DIGITS = ("model", "top1", "c_cons", "s_cons", "epochs", "parameters")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--check", action="store_true", help="write nothing: fail if RESULTS.md is old")
     args = parser.parse_args()
     folder = ROOT / "results"
     text = render(folder)

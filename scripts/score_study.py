@@ -200,16 +200,26 @@ def summary(directory: Path, epochs: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="CIFAR-10: a folder of parquet files, or uoft-cs/cifar10")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=RECIPE.epochs)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="architectures (all)")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="scores to train with (all)"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one training each (0 1 2)")
+    parser.add_argument(
+        "--epochs", type=int, default=RECIPE.epochs, help="passes over the training images (%(default)s)"
+    )
     parser.add_argument("--jobs", type=int, default=8, help="runs side by side")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds, after which no run begins")
     parser.add_argument("--limit", type=int, help="use only the first images of each split")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), default="bf16")
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/scores"))
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(), help="compile the models"
+    )
+    parser.add_argument(
+        "--mixed_precision", choices=("no", "bf16", "fp16"), default="bf16", help="precision of training (%(default)s)"
+    )
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("outputs/scores"), help="where the runs go (%(default)s)"
+    )
     parser.add_argument("--summary", action="store_true", help="run nothing: print the table of what there is")
     parser.add_argument("--json", type=Path, help="file to write the summary to")
     args = parser.parse_args()

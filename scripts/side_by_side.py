@@ -192,7 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--battery", action="store_true", help="measure each model once it is trained")
     parser.add_argument("--jobs", type=count, default=3, help="trainings and measurements at a time (%(default)s)")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which all runs are stopped")
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/side_by_side"))
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("outputs/side_by_side"), help="where the runs go (%(default)s)"
+    )
     args, flags = parser.parse_known_args(arguments)
     runs, until = read_runs(args.runs, args.output_dir.resolve()), time.monotonic() + args.budget
     both = ["--data", args.data, *(["--mixed_precision", args.mixed_precision] if args.mixed_precision else [])]

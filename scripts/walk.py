@@ -49,7 +49,7 @@ def count(calls: list[tuple[str, str]]) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+")
+    parser.add_argument("models", nargs="+", help="names of models")
     parser.add_argument("--trace", action="store_true", help="also print every function with how often it is called")
     args = parser.parse_args()
     rows = []

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Turn a safetensors file of transformers into a directory for ``from_pretrained``."""
     parser = argparse.ArgumentParser(description=main.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("file", type=Path, help="safetensors file to read")
-    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("output_dir", type=Path, help="directory to write")
     parser.add_argument("--model", default="upernet_swin_tiny", help="name of the model that the weights belong to")
     args = parser.parse_args(arguments)
     if args.file.suffix != ".safetensors":

@@ -124,12 +124,16 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="draw what shifts change in a few scenes")
     parser.add_argument("--compare", metavar="MODEL", help="a second model to draw beside the first")
     parser.add_argument("--scenes", type=count, default=4, help="how many scenes to draw")
-    parser.add_argument("--batch_size", type=count, default=8)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch_size", type=count, default=8, help="scenes at once, per process")
+    parser.add_argument("--seed", type=int, default=0, help="of the random shifts")
     parser.add_argument("--limit", type=count, help="use only the first scenes")
     parser.add_argument("--dataloader_num_workers", type=int, default=min(8, os.cpu_count() or 1),
                         help="processes that decode scenes of different sizes")  # fmt: skip
-    parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
+    parser.add_argument(
+        "--mixed_precision",
+        choices=("no", "fp16", "bf16"),
+        help="precision of the forward passes; if not given, as `accelerate config` says",
+    )
     parser.add_argument("--json", help="file to write the results to")
     args = parser.parse_args(arguments)
 

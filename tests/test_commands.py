@@ -1,5 +1,6 @@
 """Commands: every flag says what it is for, and an error of ours is one line."""
 
+import argparse
 import os
 import re
 import runpy
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -33,6 +35,26 @@ def test_every_flag_of_training_has_a_word_and_a_default(folder: str, capsys: py
     assert all(len(words.split()) > 1 for _, words in flags), flags
     assert re.search(rf"--lr LR .*\({recipes[name].lr}\)", said)
     assert f"(outputs/{name})" in said
+
+
+COMMANDS = [path for path in sorted((ROOT / "scripts").glob("*.py")) if path.name != "mutants.py"] + [
+    ROOT / folder / f"{name}.py" for folder in ("swin", "segmentation") for name in ("evaluate", "reproduce", "convert")
+]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_flag_of_other_commands_has_a_word(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[argparse.Action] = []
+
+    def stop(parser: argparse.ArgumentParser, *_: Any) -> None:
+        found.extend(parser._actions)
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(path), run_name="__main__")
+    assert len(found) > 1
+    assert [action.dest for action in found if not action.help] == []
 
 
 def command(*words: str) -> "subprocess.CompletedProcess[str]":

@@ -123,8 +123,8 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     )
     parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
     parser.add_argument("--metrics", nargs="+", default=["top1", "c_cons", "s_cons"], help=METRICS)
-    parser.add_argument("--batch_size", type=count, default=64)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch_size", type=count, default=64, help="images at once, per process")
+    parser.add_argument("--seed", type=int, default=0, help="of the random shifts")
     parser.add_argument("--limit", type=count, help="use only the first images")
     parser.add_argument("--crop", action="store_true", help="standard shifts under a centre crop, not with zeros")
     parser.add_argument("--resize", type=count, help="side before the centre crop, if not the model's own")
@@ -134,7 +134,11 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser.add_argument("--average_shifts", type=count, default=1, metavar="N",
                         help="average probabilities over N x N circular shifts, N^2 times the cost")  # fmt: skip
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
-    parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
+    parser.add_argument(
+        "--mixed_precision",
+        choices=("no", "fp16", "bf16"),
+        help="precision of the forward passes; if not given, as `accelerate config` says",
+    )
     parser.add_argument("--json", help="file to write the results to")
     args = parser.parse_args(arguments)
 

@@ -101,7 +101,7 @@ def main(converters: Mapping[str, Callable[[State], State]], default_model: str)
     """Turn a weights file of another library, or of the authors, into a directory for ``from_pretrained``."""
     parser = argparse.ArgumentParser(description=main.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("file", type=Path, help="safetensors file, or with --allow_pickle a .pth, to read")
-    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("output_dir", type=Path, help="directory to write")
     parser.add_argument("--model", default=default_model, help="name of the model that the weights belong to")
     parser.add_argument("--source", choices=sorted(converters), default=next(iter(converters)), help="whose names")
     parser.add_argument("--allow_pickle", action="store_true", help="read a pickle, by torch's weights-only loader")

@@ -32,19 +32,19 @@ class BaseRecipe:
     steps: int = 0  # optimizer steps; 0: as many as the epochs have
     batch_size: int = 96  # images per optimizer step, over all processes and accumulation steps
     # where the weights start
-    pretrained: str | None = None  # directory or Hub id; its last layer is left out where the classes differ
+    pretrained: str | None = None  # directory or Hub id; its last layer starts anew if the classes differ
     freeze: int = 0  # freeze the stem and the first n stages; -1: all but the head
     # optimizer: AdamW
     lr: float = 5e-4  # peak learning rate
-    lr_batch: int = 512  # lr, warm-up and final lr are stated for this batch and scale with batch_size; 0: they do not
+    lr_batch: int = 512  # lr, warmup_lr and min_lr are for this batch size and scale with batch_size; 0: they do not
     schedule: Literal["cosine", "poly"] = "cosine"  # how the learning rate falls after warm-up
     warmup_epochs: float = 20.0  # epochs over which the learning rate rises
-    warmup_steps: int = 0  # steps of warm-up; if not 0, instead of warmup_epochs
+    warmup_steps: int = 0  # steps of warm-up; if not 0, it replaces warmup_epochs
     warmup_lr: float = 5e-7  # learning rate at the start
     min_lr: float = 5e-6  # learning rate at the end
-    weight_decay: float = 0.05  # of matrices; biases, norms and what the model names are left out
-    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's averages of gradients and of their squares
-    clip_grad: float = 5.0  # norm that gradients are clipped to; 0: they are not
+    weight_decay: float = 0.05  # of matrices only: not of biases, norms and what the model excludes
+    betas: tuple[float, float] = (0.9, 0.999)  # decay rates of AdamW's averages of gradients and squared gradients
+    clip_grad: float = 5.0  # norm that gradients are clipped to; 0: no clipping
     layer_decay: float = 1.0  # each layer's learning rate relative to the one after it
     # regularisation
     drop_path: float | None = None  # rate of stochastic depth; None: the model's own
@@ -72,15 +72,15 @@ class BaseRecipe:
 class Recipe(BaseRecipe):
     """One row of a classification table."""
 
-    label_smoothing: float = 0.0  # share of a label that is spread over all classes
-    mixup: float = 0.0  # alpha of mixup; with cutmix, a batch gets one or the other
+    label_smoothing: float = 0.0  # share of each label that is spread over all classes
+    mixup: float = 0.0  # alpha of mixup; if cutmix is on, too, each batch gets one of the two
     cutmix: float = 0.0  # alpha of cutmix
     resize: int | None = None  # side before the centre crop; None: no crop
-    rotate: float = 0.0  # random rotation, up to so many degrees
-    scale: float = 0.0  # random scaling, up to this share
-    shift: int = 0  # random standard shifts, up to so many pixels of the model's image; the mean colour comes in
+    rotate: float = 0.0  # random rotation by up to this many degrees
+    scale: float = 0.0  # random scaling by up to this share
+    shift: int = 0  # random standard shifts by up to this many pixels of the model's input, filled with the mean colour
     circular: bool = False  # random circular shifts as augmentation (the paper's "DA" rows)
-    rand_augment: str = ""  # by timm's specification, such as rand-m9-mstd0.5-inc1
+    rand_augment: str = ""  # RandAugment as timm writes it, such as rand-m9-mstd0.5-inc1
     erase: float = 0.0  # probability of random erasing
     crop: bool = False  # measure S-Cons under a centre crop (ImageNet), not with zeros
     metrics: tuple[str, ...] = ("top1", "c_cons", "s_cons")  # what is measured, see evaluate.py --help
@@ -100,16 +100,16 @@ class RunOptions:
 
     output_dir: str = "outputs"  # where model, log, results and checkpoints go
     mixed_precision: str | None = None  # no, fp16 or bf16; None: as `accelerate config` says
-    gradient_accumulation_steps: int = 1  # parts that a batch is computed in
-    gradient_checkpointing: bool = False  # compute activations again instead of keeping them
-    compile: bool = False  # torch.compile
+    gradient_accumulation_steps: int = 1  # parts that a batch is split into
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
+    compile: bool = False  # train with torch.compile
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"  # reduce-overhead: CUDA graphs
-    channels_last: bool = False  # memory format of convolutions
-    cpu_threads: int = 1  # on a CPU: one thread gives the same bits whatever the cores; 0: as torch chooses
+    channels_last: bool = False  # use the channels_last memory format
+    cpu_threads: int = 1  # on a CPU; one thread gives the same bits on any number of cores; 0: torch's choice
     dataloader_num_workers: int = min(8, os.cpu_count() or 1)  # processes that decode large images
-    streaming: bool = False  # read the training images as they come, through `datasets`
+    streaming: bool = False  # stream the training images through `datasets` instead of loading them first
     skip_broken: bool = False  # leave unreadable images out, and count them
-    expected_rows: tuple[int, int, int] | None = None  # training images, evaluation images and classes there must be
+    expected_rows: tuple[int, int, int] | None = None  # training images, evaluation images, classes; else refused
     limit: int | None = None  # use only the first images of each split
     eval_every: int = 0  # epochs between evaluations; 0: about ten in all
     eval_batch_size: int = 128  # images at once in evaluation, per process
@@ -118,8 +118,8 @@ class RunOptions:
     checkpoints_total_limit: int = 2  # checkpoints to keep
     max_skipped: int = 20  # steps in a row that the gradient scaler of fp16 may skip
     resume_from_checkpoint: str | None = None  # a checkpoint directory, or "latest"
-    overwrite_output_dir: bool = False  # begin anew where a run has been: its files are renamed, none is deleted
-    report_to: str = "tensorboard"  # trackers of Accelerate by name: tensorboard, wandb, trackio, ... or none
+    overwrite_output_dir: bool = False  # start anew where another run was: its files are renamed, none is deleted
+    report_to: str = "tensorboard"  # names of Accelerate's trackers: tensorboard, wandb, trackio, ... or none
 
 
 LEAST: Mapping[str, float] = {
@@ -175,7 +175,9 @@ def parse_command_line(recipes: Mapping[str, R], default: str, arguments: Sequen
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
     parser.add_argument("--recipe", default=default, choices=sorted(recipes), metavar="NAME",
                         help=f"the run to start from: {', '.join(recipes)}")  # fmt: skip
-    parser.add_argument("--adapt", action="store_true", help="the adaptive version of the model, with its weights")
+    parser.add_argument(
+        "--adapt", action="store_true", help="make the model adaptive; --pretrained may be a default one"
+    )
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--recipe", default=default)

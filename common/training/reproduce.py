@@ -55,9 +55,13 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
     parser.add_argument("--rows", nargs="+", choices=rows, default=cifar10 or rows, help="rows of the paper's tables")
     parser.add_argument("--scale", choices=scales, default="full", help=meaning)
     parser.add_argument("--data", help="a folder, if the data set of these rows is not to come from the Hub")
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/reproduce"))
-    parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"))
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/reproduce"), help="where the runs go")
+    parser.add_argument(
+        "--mixed_precision",
+        choices=("no", "fp16", "bf16"),
+        help="precision of training; if not given, as `accelerate config` says",
+    )
+    parser.add_argument("--compile", action="store_true", help="train with torch.compile")
     parser.add_argument(
         "--battery", action="store_true", help="all that the tables need of a classifier, as battery.json"
     )
