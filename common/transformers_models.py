@@ -142,8 +142,8 @@ class Segmenter(_Model):
 def _per_pixel(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy, mean over the pixels that count; 0 where none does."""
     if logits.shape[1] > IGNORE_INDEX:
-        raise ValueError(f"label {IGNORE_INDEX} is one of {logits.shape[1]} classes, and cannot mark pixels that do "
-                         "not count: compute the loss from the logits")  # fmt: skip
+        raise ValueError(f"label {IGNORE_INDEX} is one of {logits.shape[1]} classes, and cannot mark ignored "
+                         "pixels: compute the loss from the logits")  # fmt: skip
     counted = (labels != IGNORE_INDEX).sum().clamp_min(1)
     return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") / counted
 

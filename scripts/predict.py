@@ -169,7 +169,7 @@ def load(source: str, classes: str | None, device: str) -> Predictor:
         subset = None if classes else infer_imagenet_subset(model)
         classes = "imagenet-1k" if subset == "imagenet-1k" else classes
     elif source in list_models() and not embedded(source):
-        raise ValueError(f"{source} is the name of a model with fresh weights, which has nothing to say: give a "
+        raise ValueError(f"{source} is the name of a model with fresh weights, whose labels mean nothing: give a "
                          "directory, a Hub id or timm:NAME")  # fmt: skip
     else:
         model = from_pretrained(source)

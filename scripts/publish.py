@@ -141,7 +141,7 @@ def load(directory: Path, sample: int, data: str | None) -> Run:
         named: Any = create_model(results["model"])
     if type(named) is not type(model) or named.adaptive != model.adaptive:
         raise ValueError(f"{RESULTS_NAME} is about {results['model']}, config.json about another model "
-                         f"({type(model).__name__}, adaptive={model.adaptive}): they are not of one run")  # fmt: skip
+                         f"({type(model).__name__}, adaptive={model.adaptive}): from different runs")  # fmt: skip
     dense_labels = isinstance(model, UperNet)
     path = resolve_file(directory, PREPROCESSOR_NAME)
     preprocess: Any = ScenePreprocess.load(path) if dense_labels else Preprocess.load(path)

@@ -133,7 +133,7 @@ def read_runs(texts: Sequence[str], output: Path) -> list[Run]:
         waits, name = name.startswith("+"), name.removeprefix("+")
         folder, _, recipe = name.partition("/")
         if folder not in FOLDERS or not recipe:
-            raise ValueError(f"{text!r} is no run: write FOLDER/RECIPE, with a folder of {', '.join(FOLDERS)}")
+            raise ValueError(f"{text!r} is not a run: write FOLDER/RECIPE, with a folder of {', '.join(FOLDERS)}")
         known = {f"{run.folder}/{run.recipe}": run for run in runs}
         after = list(runs) if waits else [run for each, run in known.items() if f"{{{each}}}" in text]
         for each, run in known.items():

@@ -89,7 +89,7 @@ def least(requirement: str) -> str:
     """The version from which on a requirement is met."""
     found = re.search(r">=\s*([\d.]+)", requirement)
     if found is None:
-        raise ValueError(f"{requirement!r} names no least version: write it as >=")
+        raise ValueError(f"{requirement!r} has no minimum version: write it with >=")
     return found[1]
 
 

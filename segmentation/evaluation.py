@@ -183,7 +183,7 @@ def load_for_evaluation(source: str, classes: int) -> tuple[UperNet, ScenePrepro
     model = create_model(source, num_classes=classes) if named else from_pretrained(source)
     warn_of_fresh_weights(source) if named else None
     if not isinstance(model, UperNet):
-        raise TypeError(f"{source} is a {type(model).__name__}, no segmenter: use its own folder's evaluate.py")
+        raise TypeError(f"{source} is a {type(model).__name__}, not a segmenter: use its own folder's evaluate.py")
     if model.num_classes != classes:
         raise ValueError(f"{source} has {model.num_classes} classes, but the data have {classes}: fine-tune it on "
                          "them, or evaluate on its own data")  # fmt: skip
@@ -191,7 +191,7 @@ def load_for_evaluation(source: str, classes: int) -> tuple[UperNet, ScenePrepro
         if not named:
             return model.eval(), ScenePreprocess.load(resolve_file(source, PREPROCESSOR_NAME))
     except (FileNotFoundError, EntryNotFoundError):
-        warnings.warn(f"{source} has no {PREPROCESSOR_NAME}: images are normalised as ImageNet's", stacklevel=2)
+        warnings.warn(f"{source} has no {PREPROCESSOR_NAME}: ImageNet's mean and std are used", stacklevel=2)
     return model.eval(), ScenePreprocess(size=model.img_size, multiple=model.multiple)
 
 

@@ -45,7 +45,7 @@ def slide(model: Model, images: Tensor, window: tuple[int, int], stride: tuple[i
             raise ValueError(f"images of {sides[0]}x{sides[1]} are smaller than the window {window[0]}x{window[1]}: "
                              "resize them, or use a smaller window")  # fmt: skip
         if not 0 < s <= w:
-            raise ValueError(f"a stride of {stride} leaves pixels of windows {window} out: use 1 to the window")
+            raise ValueError(f"a stride of {stride} skips pixels between windows {window}: use 1 to the window")
     rows, columns = (
         [min(i * s, side - w) for i in range(math.ceil((side - w) / s) + 1)]
         for side, w, s in zip(sides, window, stride, strict=True)
@@ -79,7 +79,7 @@ def write_masks(model: Model, images: Mapping[Path, np.ndarray], directory: Path
     the image, as the model takes it, moves by one pixel down and right on the torus; in percent.
     """
     if len({path.stem for path in images}) < len(images):
-        raise ValueError("two images have one name, and their masks would be one file: predict them one by one")
+        raise ValueError("two images have the same name, and so would their masks: predict them one by one")
     directory.mkdir(parents=True, exist_ok=True)
     colours, rows = (255 * palette(len(names))).round().astype(np.uint8), []
     for path, pixels in tqdm(images.items(), desc="masks", leave=False, disable=None):

@@ -51,13 +51,13 @@ class Segmentation(Task[SegmentationRecipe]):
         for name in recipe.metrics:
             parse_metric(name)  # now: else a misspelt one ends the run after its last step
         if recipe.max_class_share > 1:
-            raise ValueError(f"--max_class_share {recipe.max_class_share:g} is no share: give 0.75 for 75 %")
+            raise ValueError(f"--max_class_share {recipe.max_class_share:g} is not a share: give 0.75 for 75 %")
         if recipe.ratio_range is not None and recipe.ratio_range[0] > recipe.ratio_range[1]:
             raise ValueError(f"--ratio_range {recipe.ratio_range} runs downwards: give the lower end first")
         together = accelerator.num_processes * options.gradient_accumulation_steps
         if recipe.batch_size < 2 * together and not self.batches_are_joined():
-            raise ValueError(f"--batch_size {recipe.batch_size} in {together} parts leaves scenes alone: batch norm "
-                             "needs two in each part")  # fmt: skip
+            raise ValueError(f"--batch_size {recipe.batch_size} in {together} parts leaves one scene in a part: batch "
+                             "norm needs two in each part")  # fmt: skip
         train, test = self.load()
         check_labels(train, f"the training split of {recipe.data}", classes=2)
         check_labels(test, f"the evaluation split of {recipe.data}", classes=1)
@@ -75,7 +75,7 @@ class Segmentation(Task[SegmentationRecipe]):
     def load(self) -> tuple[PixelSplit, PixelSplit]:
         options = self.options
         if options.streaming or options.skip_broken:
-            raise ValueError("scenes are neither streamed nor skipped: leave out --streaming and --skip_broken")
+            raise ValueError("scenes can be neither streamed nor skipped: leave out --streaming and --skip_broken")
         train, test = load_scenes(self.recipe.data)
         if options.expected_rows:
             check_rows(self.recipe.data, (len(train), len(test), len(train.classes)), options.expected_rows)
@@ -91,7 +91,7 @@ class Segmentation(Task[SegmentationRecipe]):
         model = create_model(recipe.model, **arguments)
         if not isinstance(model, UperNet):
             folder = recipe.model.removeprefix("a_").split("_")[0]
-            raise TypeError(f"{recipe.model} is no segmenter: see {folder}/train.py")
+            raise TypeError(f"{recipe.model} is not a segmenter: train it with {folder}/train.py")
         if recipe.backbone:
             try:
                 model.load_backbone(recipe.backbone)

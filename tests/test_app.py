@@ -196,7 +196,7 @@ def test_models_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     renamed = Swin.from_pretrained(DEFAULT)
     renamed.name_classes([*"9876543210"])
     renamed.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="classes of other names, or in another order"):
+    with pytest.raises(ValueError, match="different class names, or the same in another order"):
         load_sides(str(tmp_path), ADAPTIVE)
     default, adaptive = load_sides(DEFAULT, DEFAULT)  # one set of weights serves both
     assert (default.model.adaptive, adaptive.model.adaptive) == (False, True)

@@ -96,7 +96,7 @@ def test_colours_are_told_apart_and_named() -> None:
 
 def test_other_models_are_refused() -> None:
     """Else the tab fails later, in a place that does not say why."""
-    with pytest.raises(ValueError, match="a_swin_micro is no UperNet for digit scenes, whose classes are"):
+    with pytest.raises(ValueError, match="a_swin_micro is not a UperNet for digit scenes, whose classes are"):
         load_segmenters(SEGMENTER, ADAPTIVE)
 
 

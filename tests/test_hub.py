@@ -57,7 +57,7 @@ def test_names_of_classes_are_stored(tmp_path: Path) -> None:
     assert loaded.class_names == ()
     with pytest.raises(ValueError, match="has 3 classes, but 2 names are given"):
         model.name_classes(["cat", "dog"])
-    with pytest.raises(ValueError, match="is no name of a class"):
+    with pytest.raises(ValueError, match="is not a class name"):
         model.name_classes(["cat", "dog", "two\nlines"])
 
 

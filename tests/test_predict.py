@@ -171,7 +171,7 @@ def test_segmenters_write_masks(digit: Path, tmp_path: Path, capsys: pytest.Capt
     assert "background" in capsys.readouterr().out
     (tmp_path / "other").mkdir()
     shutil.copy(paths[0], tmp_path / "other")
-    with pytest.raises(ValueError, match="two images have one name"):
+    with pytest.raises(ValueError, match="two images have the same name"):
         predict("--model", segmenter, paths[0], tmp_path / "other" / paths[0].name, "--masks", tmp_path / "masks")
     shutil.copytree(segmenter, tmp_path / segmenter.name)  # else the second model's masks replace the first one's
     with pytest.raises(ValueError, match="two models are called upernet_a_swin_micro"):

@@ -157,13 +157,13 @@ def test_evaluation_from_the_command_line_draws(reference: Path, tmp_path: Path)
     with pytest.raises(ValueError, match="they take different ones"):
         evaluate_cli("", ["--model", str(reference), "--compare", str(other), "--pictures", str(tmp_path / "two")])
     (other / "preprocessor_config.json").unlink()
-    with pytest.warns(UserWarning, match="has no preprocessor_config.json: images are normalised as ImageNet's"):
+    with pytest.warns(UserWarning, match="has no preprocessor_config.json: ImageNet's mean and std are used"):
         evaluate_cli("", ["--model", str(other), "--limit", "1", "--metrics", "miou"])
     with pytest.warns(UserWarning, match="fresh weights: segmentation/checkpoints/upernet_a_swin_micro is trained"):
         evaluate_cli("", ["--model", "upernet_a_swin_micro", "--limit", "1", "--metrics", "miou"])
     with pytest.raises(ValueError, match="unknown metric 'top1': choose among miou"):
         evaluate_cli("", ["--model", str(reference), "--metrics", "top1"])
-    with pytest.raises(TypeError, match="is a Swin, no segmenter"):
+    with pytest.raises(TypeError, match="is a Swin, not a segmenter"):
         evaluate_cli("", ["--model", str(CLASSIFIER)])
 
 
@@ -212,13 +212,13 @@ def test_bad_runs_are_explained(tmp_path: Path) -> None:
         (("--size", "40", "64"), ValueError, "image size 40x64.*nearest valid sizes are 32x64 and 64x64"),
         (("--multiple", "20"), ValueError, "image size 20x20"),
         (("--backbone", "outputs/nowhere/at_all"), FileNotFoundError, "no directory .*--backbone takes"),
-        (("--model", "a_swin_micro"), TypeError, "a_swin_micro is no segmenter"),
-        (("--streaming",), ValueError, "neither streamed nor skipped"),
+        (("--model", "a_swin_micro"), TypeError, "a_swin_micro is not a segmenter"),
+        (("--streaming",), ValueError, "can be neither streamed nor skipped"),
         (("--expected_rows", "9", "9", "11"), ValueError, "1,000 training images instead of 9"),
-        (("--model", "a_swin_micro"), TypeError, "see swin/train.py"),
+        (("--model", "a_swin_micro"), TypeError, "train it with swin/train.py"),
         (("--batch_size", "1"), ValueError, "batch norm needs two in each part"),
         (("--gradient_accumulation_steps", "8"), ValueError, "--batch_size 4 in 8 parts"),
-        (("--max_class_share", "75"), ValueError, "is no share: give 0.75"),
+        (("--max_class_share", "75"), ValueError, "is not a share: give 0.75"),
         (("--ratio_range", "2", "0.5"), ValueError, "runs downwards"),
         (("--mixed_precision", "fp16"), ValueError, "fp16 is not available on cpu"),
     ):

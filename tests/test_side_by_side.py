@@ -120,8 +120,8 @@ def test_a_run_that_fails_is_named_with_its_last_words(script: SimpleNamespace) 
 
 
 @pytest.mark.parametrize(("words", "reason"), [
-    (["vgg/a"], "'vgg/a' is no run: write FOLDER/RECIPE"),
-    (["swin"], "'swin' is no run"),
+    (["vgg/a"], "'vgg/a' is not a run: write FOLDER/RECIPE"),
+    (["swin"], "'swin' is not a run"),
     (["swin/a", "swin/a"], "given twice"),
     (["swin/a --pretrained {swin/b}", "swin/b"], "names no run before 'swin/a': there is none"),
 ])  # fmt: skip

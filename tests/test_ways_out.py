@@ -77,7 +77,7 @@ def test_predict_takes_models_of_timm(tmp_path: Path) -> None:
     found, ours = (predict([*arguments, model])["predictions"][0] for model in (f"timm:local-dir:{SWIN}", SWIN))
     assert [best["name"] for best in found["predictions"]] == [best["name"] for best in ours["predictions"]]
     assert found["predictions"][0]["class"] == 2
-    with pytest.raises(ValueError, match="fresh weights, which has nothing to say: give a directory"):
+    with pytest.raises(ValueError, match="fresh weights, whose labels mean nothing: give a directory"):
         predict([*arguments, "a_swin_tiny"])
 
 

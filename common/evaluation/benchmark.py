@@ -35,7 +35,7 @@ def benchmark(models: Sequence[str], setting: Setting, *, rounds: int = 20, bloc
     for name in tqdm(dict.fromkeys(models), desc="prepare", leave=False, disable=None):
         try:
             if time.monotonic() > deadline:
-                raise TimeoutError("not run, the time was used up before")
+                raise TimeoutError("not run: no time was left")
             contender = prepare(name, setting, block_seconds, kernels)
             rows[name] = contender.row
             contenders += [contender] if rounds else []

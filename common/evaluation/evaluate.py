@@ -110,7 +110,7 @@ def parse_metric(name: str) -> Metric:
     least = 2 if kind == "c_cons_worst" else step
     unshifted = reach is not None and (kind in ("top1", "kept") or reach < least)
     if unshifted or (kind == "kept" and not change) or (change == "erased") != (amount > 0):
-        raise ValueError(f"the metric {name!r} would shift or change nothing, or leave out a number that it has: "
+        raise ValueError(f"the metric {name!r} changes nothing, or its number is missing or unused: "
                          f"choose among {METRICS}")  # fmt: skip
     return Metric(kind, reach, step, change, amount)
 
@@ -184,7 +184,7 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
     else:
         model = from_pretrained(source, **arguments)
         if not isinstance(model, Classifier):
-            raise TypeError(f"{source} is a {type(model).__name__}, no classifier: use segmentation/evaluate.py")
+            raise TypeError(f"{source} is a {type(model).__name__}, not a classifier: use segmentation/evaluate.py")
         try:
             preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
         except (FileNotFoundError, EntryNotFoundError):
@@ -202,7 +202,7 @@ def warn_of_fresh_weights(source: str) -> None:
     """Where a name of a model is given, and not a trained one."""
     found = embedded(source)
     trained = f": {found.parents[1].name}/checkpoints/{source} is trained" if found else ""
-    warnings.warn(f"{source} is the name of a model: it has fresh weights{trained}", stacklevel=3)
+    warnings.warn(f"{source} is the name of a model, built with fresh weights{trained}", stacklevel=3)
 
 
 def from_timm(name: str, **arguments: Any) -> tuple[nn.Module, Preprocess]:

@@ -170,8 +170,8 @@ def confusion_matrix(predicted: Tensor, labels: Tensor, classes: int, ignore_ind
         raise ValueError(f"predictions {tuple(predicted.shape)} and labels {tuple(labels.shape)} differ in size: "
                          "resize the logits or the labels")  # fmt: skip
     if 0 <= ignore_index < classes:
-        raise ValueError(f"label {ignore_index} is one of {classes} classes, and cannot mark pixels that do not count: "
-                         "mark them by another, ignore_index=-1 for instance")  # fmt: skip
+        raise ValueError(f"label {ignore_index} is one of {classes} classes, and cannot mark ignored pixels: use "
+                         "another, such as ignore_index=-1")  # fmt: skip
     counted = labels != ignore_index
     labels, predicted = labels[counted].long(), predicted[counted]
     for wrong in (labels.min(), labels.max()) if labels.numel() else ():

@@ -39,7 +39,7 @@ def read_config(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         content = file.read(MAX_JSON + 1)
     if len(content) > MAX_JSON:
-        raise ValueError(f"{path} has more than {MAX_JSON:,} bytes: it is no config of a model, and is not read")
+        raise ValueError(f"{path} has more than {MAX_JSON:,} bytes: too many for a model's config, so it is not read")
     try:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -63,7 +63,7 @@ def check_names(names: Sequence[Any], where: str) -> tuple[str, ...]:
     """``names``, or a ValueError if one of them is no name of a class."""
     for name in names:
         if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_NAME:
-            raise ValueError(f"{where}: {str(name)[:40]!r} is no name of a class: expected up to {MAX_NAME} printable "
+            raise ValueError(f"{where}: {str(name)[:40]!r} is not a class name: expected up to {MAX_NAME} printable "
                              "characters")  # fmt: skip
     return tuple(names)
 
@@ -115,7 +115,7 @@ def read_fields(kind: type, keys: Sequence[str], path: Path) -> dict[str, Any]:
         numbers = value if isinstance(value, tuple) else (value,)
         if not _fits(value, hints[key]) or (key != "mean" and any(n is not None and n <= 0 for n in numbers)):
             positive = "" if key == "mean" else ", positive"
-            raise ValueError(f"{path}: {key} is {str(value)[:80]}, expected {_shown(hints[key])}{positive}: mend "
+            raise ValueError(f"{path}: {key} is {str(value)[:80]}, expected {_shown(hints[key])}{positive}: fix "
                              "the file, or save the model again")  # fmt: skip
     return stored
 

@@ -103,7 +103,7 @@ def warn_of_absent(split: Split, accelerator: Accelerator) -> None:
     absent = [name for c, name in enumerate(split.classes) if present and c not in present]
     if accelerator.is_main_process and absent:
         warnings.warn(f"no training image of {len(absent)} of {len(split.classes)} classes: {shown(absent)}. --limit "
-                      "takes the first images, and folders have class after class", stacklevel=3)  # fmt: skip
+                      "takes the first images, and folders are read class by class", stacklevel=3)  # fmt: skip
 
 
 class Classification(Task[Recipe]):
@@ -150,7 +150,7 @@ class Classification(Task[Recipe]):
             arguments["drop_path_rate"] = recipe.drop_path
         model = create_model(recipe.model, **arguments)
         if not isinstance(model, Classifier):
-            raise TypeError(f"{recipe.model} is no classifier: see segmentation/train.py")
+            raise TypeError(f"{recipe.model} is not a classifier: train it with segmentation/train.py")
         if recipe.pretrained:
             self.accelerator.print(start_from(model, recipe.pretrained))
         model.freeze(recipe.freeze)

@@ -42,7 +42,7 @@ def load_segmenters(default: str, adaptive: str) -> tuple[Segmenter, Segmenter]:
     for title, source in (("default", default), ("adaptive", adaptive)):
         model = from_pretrained(source, adaptive=title == "adaptive")
         if not isinstance(model, UperNet) or model.class_names != names:
-            raise ValueError(f"{source} is no UperNet for digit scenes, whose classes are {', '.join(names)}")
+            raise ValueError(f"{source} is not a UperNet for digit scenes, whose classes are {', '.join(names)}")
         preprocess = ScenePreprocess.load(resolve_file(source, PREPROCESSOR_NAME))
         found.append(Segmenter(title, model, preprocess))
     return found[0], found[1]

@@ -80,8 +80,8 @@ def load_sides(default: str, adaptive: str) -> tuple[Side, Side]:
                          "one image cannot be both: give two models of one preprocessing")  # fmt: skip
     names = [side.model.class_names for side in sides]
     if all(names) and names[0] != names[1]:
-        raise ValueError("the two models have classes of other names, or in another order: give two models of the same "
-                         "classes")  # fmt: skip
+        raise ValueError("the two models have different class names, or the same in another order: give two models of "
+                         "the same classes")  # fmt: skip
     return sides[0], sides[1]
 
 
