@@ -1,13 +1,13 @@
-"""A page to see it on: move an image, and watch what a default and an adaptive model make of it, side by side.
+"""A page that shows it: move an image, and compare a default and an adaptive model side by side.
 
 In the tab *move* an image follows mouse, finger, arrow keys and sliders. For each model the page shows the label, the
-probabilities, whether the logits are bit-identical to those in place, and how far every token has strayed from what it
-was in place. In *pan* a window glides over a larger picture, and the probabilities are curves over time. In
-*segmentation* a scene moves, and the pixels are marked whose label changed. Images can be uploaded.
+probabilities, whether the logits are bit-identical to those in place, and how far every token is from its value in
+place. In *pan* a window glides over a larger picture, and the probabilities are curves over time. In
+*segmentation* a scene moves, and pixels whose label changed are marked. Visitors can upload images.
 
 The page needs gradio (``pip install 'shift-equivariant-vits[app]'``) and no network: the models are embedded, and the
-page asks nobody but its own server. On ``--host 0.0.0.0`` strangers are held to quotas: bytes of a file, pixels of an
-image, jobs in the queue (413 and 429 otherwise).
+page contacts only its own server. On ``--host 0.0.0.0`` visitors have limits: bytes of a file, pixels of an image, jobs
+in the queue (413 and 429 otherwise).
 """
 
 import argparse
@@ -24,7 +24,7 @@ CHECKPOINTS = Path(swin.__file__).parent / "checkpoints"
 
 
 def find_sources(args: argparse.Namespace) -> dict[str, tuple[Side, Side]]:
-    """Pairs of models by what they know: those that are given, and the embedded ones of digits."""
+    """Pairs of models by kind of image: the pair that is given, and the embedded pair for digits."""
     sources = {"digits": load_sides(*(str(CHECKPOINTS / name) for name in ("swin_micro", "a_swin_micro")))}
     if given := args.default or args.adaptive:
         sides = load_sides(given, args.adaptive or given)

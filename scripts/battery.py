@@ -1,8 +1,8 @@
-"""Measure a trained classifier once and for all: every number that the tables and figures need, as one JSON.
+"""Measure a trained classifier: every number that the tables and figures need, as one JSON file.
 
 python scripts/battery.py --model outputs/cifar10 --data uoft-cs/cifar10 --mixed_precision bf16 --json results/NAME.json
 
-``results.json`` beside the model, which its training wrote, is taken along: recipe, settings, seed, seconds.
+The file also gets recipe, settings, seed and seconds, from the ``results.json`` that training wrote beside the model.
 """
 
 import argparse

@@ -34,7 +34,7 @@ def main() -> None:
         "--models",
         nargs="+",
         default=list_models("*_micro", exclude_filters="upernet_*"),
-        help="names (lively random weights) or directories",
+        help="names (random weights in every layer) or directories",
     )
     parser.add_argument("--data", default="digits", help="'digits' or a folder; its evaluation split is used")
     parser.add_argument("--images", type=count, default=1000, help="images to classify")

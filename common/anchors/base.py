@@ -34,7 +34,7 @@ class Anchor(Fixed):
         return grid._replace(origin=origin)
 
     def prepared(self, grid: Grid, *layers: Any) -> Grid:
-        """The grid with what kernels make for this anchor and the layer behind it, which read the same tokens."""
+        """The grid with what kernels compute for this anchor and for the layer after it, from the same tokens."""
         return grid._replace(tokens=materialize(grid.tokens))
 
     def offset(self, x: Tensor, *layers: Any, low_precision: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is fixed in an anchor: numbers like nothing that a model learns, the same for all models."""
+"""The fixed numbers of an anchor: random, unlike anything a model learns, the same for all models."""
 
 import torch
 from torch import Tensor

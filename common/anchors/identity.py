@@ -11,10 +11,10 @@ __all__ = ["NoAnchor"]
 
 
 class NoAnchor(nn.Module):
-    """Leaves every grid as it is. What models ask of an anchor is here; ``Anchor`` has better answers."""
+    """Leaves every grid as it is. It defines the methods that models call; ``Anchor`` overrides them."""
 
     def on(self, grid: Grid, *layers: Any) -> Grid:
-        """The grid, beginning where the layers behind are best taken."""
+        """The grid, beginning at the best phase for the layers that follow."""
         return grid
 
     def plan(self, grid: Grid, layers: Sequence[Any]) -> Grid:

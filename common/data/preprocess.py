@@ -136,7 +136,7 @@ def _resizing(old: int, new: int, device: torch.device) -> Tensor:
 
 
 def _affine(x: Tensor, degrees: Tensor, scale: Tensor) -> Tensor:
-    """Rotate and scale every image about its centre; zeros come in."""
+    """Rotate and scale every image about its centre; fill with zeros."""
     radians = torch.deg2rad(degrees)
     cos, sin, zero = torch.cos(radians) / scale, torch.sin(radians) / scale, torch.zeros_like(scale)
     theta = torch.stack([cos, -sin, zero, sin, cos, zero], 1).view(-1, 2, 3)

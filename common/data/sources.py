@@ -193,7 +193,7 @@ def _read_parquet(files: list[Path], skip_broken: bool) -> Split:
 
 
 def _class_names(metadata: dict[bytes, bytes], column: str) -> list[str] | None:
-    """What the Hub notes in a file of parquet, if it does."""
+    """The class names that the Hub stores in a parquet file, if it does."""
     try:
         names = json.loads(metadata[b"huggingface"])["info"]["features"][column]["names"]
     except (KeyError, TypeError, ValueError, RecursionError):

@@ -27,7 +27,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Split(Dataset[Any]):
-    """Labelled images. An item is asked for by index, in training by (epoch, index)."""
+    """Labelled images. Items are asked for by index, in training by (epoch, index)."""
 
     labels: Tensor
     classes: tuple[str, ...]
@@ -54,11 +54,11 @@ class Split(Dataset[Any]):
         raise NotImplementedError
 
     def peek(self, count: int) -> list[np.ndarray]:
-        """Some images (h, w, 3) from all over the split, where they can be had."""
+        """A few images (h, w, 3) from all over the split; none from a stream."""
         return []
 
     def prepared(self, preprocess: Preprocess, seed: int = 0) -> "Split":
-        """The split as a loader needs it: resized in its workers, where it has any."""
+        """The split as a loader needs it: its workers, if it has any, resize the images."""
         return self
 
 
@@ -220,7 +220,7 @@ T = TypeVar("T", bound=Split)
 
 
 def same_classes(train: S, test: T, where: str) -> tuple[S, T]:
-    """Two splits whose classes were found apart know the same ones, in the order of the first."""
+    """Both splits with the classes of ``train``, in its order; their classes were read separately."""
     if train.classes == test.classes:
         return train, test
     numbered = all(name == str(i) for split in (train, test) for i, name in enumerate(split.classes))

@@ -43,7 +43,7 @@ AVERAGED = (2, 4)  # shifts a side
 
 
 def metrics_of(part: str, side: int) -> list[str]:
-    """The metrics of a part of the battery, for images of so many pixels a side."""
+    """The metrics of a part of the battery, for images with this ``side``."""
     if part == "magnitudes":
         return [f"c_cons@{min(round(share * side), side - 1)}" for share in QUARTERS]
     if part == "erased":

@@ -32,8 +32,8 @@ __all__ = ["METRICS", "evaluate", "from_timm", "main"]
 
 METRICS = (
     "top1, c_cons, s_cons; c_cons@K, s_cons@K for shifts up to K px, c_cons@K/N for multiples of N px among them; "
-    "c_cons_worst@K for all shifts below K px; each also of images changed first: top1:erased@N (a patch of up to N "
-    "px), c_cons:flipped, top1:half (half a pixel on); kept:half for images that get the same label as unchanged"
+    "c_cons_worst@K for all shifts below K px; each also on changed images: top1:erased@N (a patch of up to N px), "
+    "c_cons:flipped, top1:half (moved by half a pixel); kept:half: share of images that keep their label"
 )
 METRIC = re.compile(
     r"(?P<kind>top1|c_cons|s_cons|c_cons_worst|kept)(?:@(?P<reach>\d+))?(?:(?<=\d)/(?P<step>[1-9]\d*))?"
@@ -165,7 +165,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
 
 
 def compare_names(names: tuple[str, ...], classes: tuple[str, ...]) -> None:
-    """Warn where a model names its classes otherwise than the data do."""
+    """Warn if the class names of the model and of the data differ."""
     if names and names != classes:
         warnings.warn(f"the model's classes are {shown(names)}; those of the data are {shown(classes)}: labels are "
                       "compared by number", stacklevel=3)  # fmt: skip
@@ -199,7 +199,7 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
 
 
 def warn_of_fresh_weights(source: str) -> None:
-    """Where a name of a model is given, and not a trained one."""
+    """Warn that the name of a model builds it with fresh weights."""
     found = embedded(source)
     trained = f": {found.parents[1].name}/checkpoints/{source} is trained" if found else ""
     warnings.warn(f"{source} is the name of a model, built with fresh weights{trained}", stacklevel=3)

@@ -16,7 +16,7 @@ def count(text: str) -> int:
 
 
 def check_precision(accelerator: Accelerator) -> Accelerator:
-    """The same, if it computes in the precision it was asked for: Accelerate leaves fp16 out on a CPU, silently."""
+    """``accelerator``, or a ValueError if its precision is not the requested one: on a CPU Accelerate ignores fp16."""
     if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
         raise ValueError(f"--mixed_precision fp16 is not available on {accelerator.device}: use bf16 or no")
     return accelerator

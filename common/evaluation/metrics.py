@@ -118,7 +118,7 @@ def predict_pixels(model: Model, images: Tensor) -> Tensor:
 
 def circular_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift: int | None, seed: int,
                        step: int = 1) -> Tensor:  # fmt: skip
-    """(B,) truth of "two circular shifts of image ``index[i]``, by multiples of ``step``, get one label"."""
+    """(B,) bool: whether image ``index[i]`` gets one label under two circular shifts, by multiples of ``step``."""
     height, width = images.shape[-2:]
     high = (height - 1, width - 1) if max_shift is None else (max_shift, max_shift)
     shifts = (step * random_shifts(index, (0, 0), (high[0] // step, high[1] // step), seed, which) for which in (1, 2))
@@ -128,7 +128,7 @@ def circular_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift
 
 def standard_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift: int | None, seed: int,
                        crop: tuple[int, int] | None = None) -> Tensor:  # fmt: skip
-    """(B,) truth of "two standard shifts of image ``index[i]`` get one label"."""
+    """(B,) bool: whether image ``index[i]`` gets one label under two standard shifts."""
     room = _room(images, max_shift, crop)
     labels = []
     for which in (1, 2):
@@ -139,7 +139,7 @@ def standard_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift
 
 
 def worst_agreement(model: Model, images: Tensor, reach: int) -> Tensor:
-    """(B,) truth of "the label is one and the same for all circular shifts in {0, ..., reach - 1}^2"."""
+    """(B,) bool: whether an image gets one label under all circular shifts in {0, ..., reach - 1}^2."""
     first, same = predict(model, images), torch.ones(len(images), dtype=torch.bool, device=images.device)
     for h in range(reach):
         for w in range(reach):

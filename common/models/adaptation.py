@@ -29,7 +29,7 @@ HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_
 def adapt(model: M, **options: Any) -> M:
     """Make ``model`` adaptive in place and return it: our default model, or a timm Swin, SwinV2 or MViTv2.
 
-    Its parameters stay the very same tensors, so an optimizer that holds them goes on working. ``options`` are those of
+    Its parameters stay the same tensors, so an existing optimizer keeps working. ``options`` are those of
     the adaptive model (``canonical``, ``anchors``, ``score``, ``sketch``). A timm model becomes one of ours, with
     the same names in its state_dict; what ours cannot reproduce is refused, and the model left as it was.
     """

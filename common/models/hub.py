@@ -275,7 +275,7 @@ def has_config(source: str | os.PathLike[str], **hub: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy as one of Python, which JSON can hold; a list as a tuple, as it is read again."""
+    """A NumPy number as a Python number, which JSON can hold; a list as a tuple, as when it is loaded."""
     if isinstance(value, (list, tuple)):
         return tuple(plain(v) for v in value)
     return value.item() if isinstance(value, np.generic) else value

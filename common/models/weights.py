@@ -64,7 +64,7 @@ def load_weights(model: nn.Module, path: Path, may_differ: str | tuple[str, ...]
 
 
 def without(state: Mapping[str, Any], prefix: str | tuple[str, ...] | None) -> dict[str, Any]:
-    """A state but for the names that begin with ``prefix``."""
+    """A state dict without the names that begin with ``prefix``."""
     return {name: value for name, value in state.items() if not (prefix and name.startswith(prefix))}
 
 

@@ -1,4 +1,4 @@
-"""Numbers of the paper beside which ours stand. Those of a row of its tables are targets of the row's recipe."""
+"""Numbers of the paper that are shown beside ours. Those of a row of its tables are targets of the row's recipe."""
 
 __all__ = ["ERASED", "FLIPPED", "PRETRAINED", "SENSITIVITY"]
 

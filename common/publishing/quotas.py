@@ -1,4 +1,4 @@
-"""What strangers may ask of a page that is open to a network: so many bytes at once, so many jobs that wait."""
+"""Limits for visitors of a page that is open to a network: bytes of an upload, jobs in the queue."""
 
 import json
 from collections import Counter

@@ -153,7 +153,7 @@ def _parser_type(annotation: Any) -> dict[str, Any]:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """What stands beside each field in the source: the help of its flag."""
+    """The comment beside each field in the source, which is the help of its flag."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         found |= dict(re.findall(r"^    (\w+): [^#\n]*  # (.+)$", inspect.getsource(base), re.M))

@@ -58,7 +58,7 @@ class Task(ABC, Generic[R]):
 
     @abstractmethod
     def save(self, directory: Path, state: dict[str, Tensor]) -> None:
-        """Write the model with these weights, and what it takes to use it."""
+        """Write the model with these weights, and its preprocessing."""
 
     def confirm(self, directory: Path, results: dict[str, Any]) -> None:
         """Measure the saved model, as others will load it; raise a RuntimeError where ``results`` are not its own."""
