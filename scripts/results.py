@@ -67,7 +67,7 @@ def render(folder: Path) -> str:
     exact = [row for path in sorted(folder.glob("exactness_*.json")) for row in json.loads(path.read_text())]
     return "\n".join([
         "# Results", "",
-        "Made by `python scripts/results.py` from the JSON of runs in `results/`. Percent; what was not run says so.",
+        "`python scripts/results.py` makes this page from the JSON of runs in `results/`. Measures are in percent.",
         *(line for title, prefix in TABLES.items() for line in classification(title, prefix, runs)),
         "", f"![Top-1, C-Cons and S-Cons by epoch, default and adaptive](results/{FIGURE})",
         "", "### When adaptive models catch up", "",
@@ -128,16 +128,16 @@ def render(folder: Path) -> str:
 
 
 CIFAR = [
-    "The paper has five seeds of 100 epochs. Columns show the number of our runs, all of seed 0, and their epochs, at",
-    "the paper's batch of 96. Our CIFAR-10 is stored as JPEG of quality 75 with colours at half the resolution, with",
-    "less detail than the paper's; how much top-1 that costs was not measured. C-Cons with the canonical anchor on",
-    "/ off, or on alone; `cifar10_modules` and `cifar10_no_*` have it off. `cifar10` has the paper's score",
-    "(`energy`, all channels), `cifar10_ours` our default (`docs/scores.md`). `cifar10_canonical` has the canonical",
-    "anchor and none of the paper's modules. Standard shifts of CIFAR images reach an eighth of the side, and zeros",
-    "come in after normalisation: the paper says zeros, and no reach. Its S-Cons are of separate trainings, with top-1",
-    "of their own (recipes name them); ours are of the same model as C-Cons. All our runs are bf16. **Our default",
-    "models are far less consistent than the paper's, and we do not know why**: gaps to adaptive models are not",
-    "comparable with the paper's.", "",
+    "The paper has five seeds of 100 epochs. The last columns show the epochs and the number of our runs, all of seed",
+    "0, in bf16, at the paper's batch of 96. Our CIFAR-10 is stored as JPEG of quality 75 with colours at half the",
+    "resolution, so it has less detail than the paper's; we did not measure how much top-1 that costs. C-Cons is",
+    "given with the canonical anchor on / off, or only with it on; for `cifar10_modules` and `cifar10_no_*` it is",
+    "off. `cifar10` has the paper's score (`energy`, all channels), `cifar10_ours` our default (`docs/scores.md`).",
+    "`cifar10_canonical` has the canonical anchor and none of the paper's modules. Standard shifts of CIFAR images",
+    "reach an eighth of the side, and zeros fill the border after normalisation. The paper says that zeros fill it,",
+    "not how far it shifts. Its S-Cons come from separate trainings with their own top-1 (recipes name them); ours are",
+    "of the same model as C-Cons. **Our default models are far less consistent than the paper's, and we do not know",
+    "why**: gaps to adaptive models are not comparable with the paper's.", "",
 ]  # fmt: skip
 LEAST = 20  # epochs of a run that stands in a row
 LENGTH = {"data", "epochs", "warmup_epochs", "seed", "metrics"}
