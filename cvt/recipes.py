@@ -25,7 +25,7 @@ DIGITS = Recipe(model="a_cvt_micro", data="digits", epochs=50, batch_size=64, lr
 """
 
 CIFAR10_MINI = replace(MINI, model="a_cvt_mini")
-"""CIFAR-10 at its own 32 px, a small model of photographs: 100 epochs of 390 steps, minutes on a large GPU.
+"""CIFAR-10 at its own 32 px, a small model of photographs: 100 epochs of 195 steps, minutes on a large GPU.
 
 ``accelerate launch cvt/train.py --recipe cifar10_mini``
 """

@@ -27,7 +27,7 @@ in is more background.
 """
 
 CIFAR10_MINI = replace(MINI, model="a_swin_mini")
-"""CIFAR-10 at its own 32 px, a small model of photographs: 100 epochs of 390 steps, minutes on a large GPU.
+"""CIFAR-10 at its own 32 px, a small model of photographs: 100 epochs of 195 steps, minutes on a large GPU.
 
 ``accelerate launch swin/train.py --recipe cifar10_mini``
 """

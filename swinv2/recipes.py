@@ -21,7 +21,7 @@ DIGITS = Recipe(model="a_swinv2_micro", data="digits", epochs=60, batch_size=64,
 """
 
 CIFAR10_MINI = replace(MINI, model="a_swinv2_mini")
-"""CIFAR-10 at its own 32 px, a small model of photographs: 100 epochs of 390 steps, minutes on a large GPU.
+"""CIFAR-10 at its own 32 px, a small model of photographs: 100 epochs of 195 steps, minutes on a large GPU.
 
 ``accelerate launch swinv2/train.py --recipe cifar10_mini``
 """
