@@ -216,3 +216,12 @@ def test_names_with_spaces_are_one_word_of_the_command() -> None:
     words = shlex.split(command(results))
     _, recipe, _ = parse_command_line(recipes_of("swin"), "digits", words[3:])
     assert (recipe.data, recipe.pretrained, recipe.mean) == ("my pets; id", "runs/first try", (0.5, 0.25, 0.5))
+
+
+def test_a_run_that_ended_early_says_so() -> None:
+    """Else its numbers pass for those of the whole schedule."""
+    text = (ROOT / "mvitv2/checkpoints/a_mvitv2_mini/README.md").read_text()
+    results = json.loads((ROOT / "results/mvitv2_cifar10_mini_adaptive.json").read_text())
+    whole = {**results, "epochs": results["settings"]["epochs"]}
+    assert "46 of 88, measured before the end of its schedule" in text
+    assert "before the end" not in cards.model_card(create_model("a_mvitv2_mini"), whole, source="a_mvitv2_mini")

@@ -179,6 +179,8 @@ def _metrics(results: Mapping[str, Any], split: str) -> str:
 
 def _training(results: Mapping[str, Any]) -> str:
     settings = public_results(results)["settings"]
+    if results.get("epochs", settings.get("epochs")) != settings.get("epochs"):  # of another moment than the end
+        settings["epochs"] = f"{results['epochs']} of {settings['epochs']}, measured before the end of its schedule"
     rows = [{"setting": "recipe", "value": f"`{results['recipe']}` of `{package_of(results['model'])}/recipes.py`"}]
     for key in ("data", "epochs", "steps", "batch_size", "lr", "weight_decay", "label_smoothing", "seed"):
         if settings.get(key) or key == "seed":

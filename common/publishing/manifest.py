@@ -24,6 +24,7 @@ __all__ = ["FILES", "digests", "entry", "main", "manifest", "render", "training_
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (CONFIG_NAME, WEIGHTS_NAME, PREPROCESSOR_NAME)
+EMBEDDED = ("digits", "cifar10_mini", "cifar10_mini_default")  # recipes of checkpoints that come with the code
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -95,7 +96,7 @@ def training_runs() -> list[tuple[Path, dict[str, Any]]]:
 def _run_of(directory: Path, runs: Iterable[tuple[Path, dict[str, Any]]]) -> tuple[Path, dict[str, Any]]:
     """The run that made an embedded checkpoint, by the model's name."""
     for path, run in runs:
-        if run["model"] == directory.name and run["recipe"] == "digits":
+        if run["model"] == directory.name and run["recipe"] in EMBEDDED:
             return path, run
     raise ValueError(f"no file in results/ tells how {directory.relative_to(ROOT)} was trained: add its results.json")
 
