@@ -15,20 +15,21 @@ import os
 from pathlib import Path
 
 import shiftvit
-import swin
 from shiftvit.page.build import build_page, serve
 from shiftvit.page.masks import load_segmenters
 from shiftvit.page.sides import Side, load_sides
 
-CHECKPOINTS = Path(swin.__file__).parent / "checkpoints"
+EMBEDDED = {"photographs": ("mvitv2_mini", "a_mvitv2_mini"), "digits": ("swin_micro", "a_swin_micro")}
 
 
 def find_sources(args: argparse.Namespace) -> dict[str, tuple[Side, Side]]:
-    """Pairs of models by kind of image: the pair that is given, and the embedded pair for digits."""
-    sources = {"digits": load_sides(*(str(CHECKPOINTS / name) for name in ("swin_micro", "a_swin_micro")))}
+    """Pairs of models by kind of image, the first shown first. A pair that is given replaces the embedded one of its
+    kind."""
+    sources = {kind: load_sides(*names) for kind, names in EMBEDDED.items()}
     if given := args.default or args.adaptive:
         sides = load_sides(given, args.adaptive or given)
-        sources = {"digits": sides} if sides[0].knows_digits else {"photographs": sides, **sources}
+        kind = "digits" if sides[0].knows_digits else "photographs"
+        sources = {kind: sides, **{other: pair for other, pair in sources.items() if other != kind}}
     return sources
 
 
@@ -46,7 +47,7 @@ def find_links(args: argparse.Namespace) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--default", help="a model of yours, directory or Hub id, beside the embedded ones of digits")
+    parser.add_argument("--default", help="your default model, a directory or Hub id; it replaces the embedded one of its kind")
     parser.add_argument("--adaptive", help="its adaptive twin; without it, the default model's weights serve")
     parser.add_argument("--segmenter", default="upernet_a_swin_micro", help="adaptive UperNet for digit scenes")
     parser.add_argument("--default_segmenter", help="default UperNet; without it, the adaptive one's weights serve")

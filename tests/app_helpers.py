@@ -49,13 +49,14 @@ def bomb(side: int) -> bytes:
 
 @contextmanager
 def serving(directory: Path, *flags: str) -> Iterator[str]:
-    """The page as people start it, on a free port."""
+    """The page as people start it, on a free port; without flags, the embedded models of digits come first."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
     pytest.importorskip("playwright", reason="the page is tested with playwright: pip install playwright")
     if CHROMIUM is None:
         pytest.skip("the page is tested in Chromium, and none is on the path: apt-get install chromium")
     port = free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GRADIO_TEMP_DIR": str(directory)}
+    flags = flags or ("--default", DEFAULT, "--adaptive", ADAPTIVE)
     command = [sys.executable, str(SCRIPT), "--port", str(port), *flags]
     with listening(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE,
                                     stderr=subprocess.STDOUT)):  # fmt: skip

@@ -245,6 +245,23 @@ def test_the_page_says_what_it_is_and_links_only_what_is_known() -> None:
         script["find_links"](Namespace(default=DEFAULT, adaptive=ADAPTIVE, code_url="javascript:alert(1)"))
 
 
+def test_the_page_opens_on_photographs() -> None:
+    """Else people first see digits, or a model that keeps its label where the page says that it changes."""
+    pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
+    find_sources = runpy.run_path(str(SCRIPT))["find_sources"]
+    sources = find_sources(Namespace(default=None, adaptive=None))
+    assert list(sources) == ["photographs", "digits"]
+    default, adaptive = sources["photographs"]
+    assert default.model.class_names == adaptive.model.class_names
+    assert "cat" in adaptive.model.class_names
+    examples = load_examples(default)
+    start, dx, dy = choose_opening(default, examples)
+    outcomes = [examine(side, examples[start], dx, dy) for side in (default, adaptive)]
+    assert [outcome.identical for outcome in outcomes] == [False, True]
+    assert outcomes[0].still.argmax() != outcomes[0].moved.argmax()
+    assert list(find_sources(Namespace(default=DEFAULT, adaptive=ADAPTIVE))) == ["digits", "photographs"]
+
+
 def test_models_of_photographs_get_photographs() -> None:
     """Else a model of cats is asked about digits, and its names are nowhere."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'shift-equivariant-vits[app]'")
