@@ -47,7 +47,7 @@ def find_links(args: argparse.Namespace) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--default", help="your default model, a directory or Hub id; it replaces the embedded one of its kind")
+    parser.add_argument("--default", help="your own default model, directory or Hub id, in place of the embedded one")
     parser.add_argument("--adaptive", help="its adaptive twin; without it, the default model's weights serve")
     parser.add_argument("--segmenter", default="upernet_a_swin_micro", help="adaptive UperNet for digit scenes")
     parser.add_argument("--default_segmenter", help="default UperNet; without it, the adaptive one's weights serve")
