@@ -96,5 +96,5 @@ def _ours(error: BaseException) -> bool:
 
 
 check_ours("common")
-if Path(*sys.argv[:1]).resolve().is_relative_to(ROOT):  # a command of ours, which may import this one, too
+if Path(*sys.argv[:1]).resolve().parent in (ROOT / "scripts", ROOT / "segmentation"):  # commands that import this one
     check_ours("segmentation")

@@ -16,6 +16,7 @@ from conftest import ROOT
     ("segmentation/__init__.py", ["-c", "import common; common.list_models()"]),
     ("segmentation/__init__.py", [str(ROOT / "scripts" / "predict.py"), "--help"]),
     ("segmentation.py", ["-m", "shiftvit", "app", "--help"]),
+    ("segmentation.py", [str(ROOT / "segmentation" / "train.py"), "--help"]),
 ])  # fmt: skip
 def test_what_hides_ours_is_named(file: str, command: list[str], tmp_path: Path) -> None:
     path = tmp_path / file
@@ -26,3 +27,14 @@ def test_what_hides_ours_is_named(file: str, command: list[str], tmp_path: Path)
                           check=False)  # fmt: skip
     assert done.returncode
     assert f"ImportError: {path} hides the package" in done.stderr, done.stderr[-1000:]
+
+
+def test_a_package_of_that_name_may_be_where_ours_is_not_used(tmp_path: Path) -> None:
+    """Else people with a ``segmentation`` of their own cannot use our classifiers from a tool beside our packages, as
+    ``python -m pytest`` is in site-packages."""
+    (tmp_path / "segmentation.py").write_text("")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    code = f"import sys; sys.argv[0] = {str(ROOT / 'tool' / '__main__.py')!r}; import swin; print(swin.Swin.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert done.stdout == "Swin\n", done.stderr[-1000:]
