@@ -161,12 +161,17 @@ def test_several_processes_go_on_in_the_order_of_the_epoch(processes: int) -> No
 
 
 @pytest.mark.parametrize(("before", "after"), [("1", "2"), ("4", "1")])
-def test_resumed_with_another_accumulation(tmp_path: Path, train_digits: Train, before: str, after: str) -> None:
-    """A run moved to a smaller or larger GPU would see some images of the epoch twice and others never."""
+def test_resumed_with_another_accumulation(tmp_path: Path, train_digits: Train, before: str, after: str,
+                                           capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """A run moved to a smaller or larger GPU would see some images of the epoch twice and others never, or draw other
+    random numbers without a word."""
     flags = ("--steps", "6", "--checkpointing_steps", "3")
     train_digits(tmp_path / "whole", *flags, "--gradient_accumulation_steps", before)
+    assert "parts" not in capsys.readouterr().out
     train_digits(tmp_path / "resumed", *flags, "--gradient_accumulation_steps", after, "--resume_from_checkpoint",
                  str(tmp_path / "whole/checkpoints/step_00000003"))  # fmt: skip
+    assert f"written with batches in {before} parts, now they are in {after}: the same images, but other" in (
+        capsys.readouterr().out)  # fmt: skip
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
     whole, resumed = (torch.cat([state[name].double().flatten() for name in one]) for state in (one, other))
     assert (whole - resumed).norm() <= 1e-6 * whole.norm()

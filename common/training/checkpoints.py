@@ -57,7 +57,8 @@ def save_checkpoint(accelerator: Accelerator, root: Path, progress: Progress, id
         accelerator.save_state(str(temporary), safe_serialization=True)
         accelerator.wait_for_everyone()  # every process has written its random state
         if accelerator.is_main_process:
-            state = {"progress": asdict(progress), "identity": identity, "processes": accelerator.num_processes}
+            state = {"progress": asdict(progress), "identity": identity, "processes": accelerator.num_processes,
+                     "parts": accelerator.gradient_accumulation_steps}  # fmt: skip
             (temporary / PROGRESS_NAME).write_text(json.dumps(state, default=str))
             write_manifest(temporary)
             if final.exists():
@@ -174,6 +175,10 @@ def load_checkpoint(accelerator: Accelerator, path: Path, identity: dict[str, An
                           "same images, but other random numbers (drop path)")  # fmt: skip
         if accelerator.process_index >= state["processes"]:  # has no state of its own
             set_seed(derive_seed(progress.step, accelerator.process_index))
+    before, now = state.get("parts"), accelerator.gradient_accumulation_steps  # older checkpoints do not say
+    if _is_count(before) and before != now:
+        accelerator.print(f"{path} was written with batches in {before} parts, now they are in {now}: the same images, "
+                          "but other random numbers (drop path)")  # fmt: skip
     return progress
 
 
