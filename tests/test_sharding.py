@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from common import create_model
@@ -28,6 +29,12 @@ def test_adaptive_models_can_be_sharded() -> None:
     assert done.stdout.split() == list(MODELS)
 
 
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    parts = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__.endswith("Block")]
+    for module in [*parts[::-1], model]:
+        fully_shard(module, mesh=mesh)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -39,17 +46,18 @@ def main() -> None:
         whole.square().sum().backward()
         expected = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
-        for module in [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__.endswith("Block")][
-            ::-1
-        ]:
-            fully_shard(module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard(model, mesh)
         logits = model(x)
         torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-5)
         logits.square().sum().backward()
         for key, parameter in model.named_parameters():
             if key in expected:
                 torch.testing.assert_close(parameter.grad.full_tensor(), expected[key], rtol=1e-3, atol=1e-4)
+        torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+        fresh = create_model(name).train()
+        fresh.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+        shard(fresh, mesh)
+        assert torch.equal(model(x), fresh(x)), f"{name} has outputs of earlier weights"
         if dist.get_rank() == 0:
             print(name, flush=True)
     dist.destroy_process_group()
