@@ -97,7 +97,7 @@ def test_the_battery(tmp_path) -> None:  # type: ignore[no-untyped-def]
         assert found["config"]["score"] == "signed"
         assert found["torch"] == torch.__version__
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
-    assert metrics_of("magnitudes", 224) == ["c_cons@56", "c_cons@112", "c_cons@168", "c_cons@223"]
+    assert metrics_of("magnitudes", 224) == ["c_cons@56", "c_cons@112", "c_cons@168", "c_cons@223", "c_cons_near@32"]
     assert metrics_of("erased", 224)[::2] == ["top1:erased@28", "top1:erased@42", "top1:erased@56", "top1:erased@70"]
 
 

@@ -92,13 +92,14 @@ def test_evaluate_agrees_with_the_metrics() -> None:
     _, test = load_data("digits")
     preprocess = Preprocess(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
     images = preprocess.evaluate(test.images)
-    measured = evaluate(by_brightest_column, test, preprocess, ["top1", "c_cons@8", "s_cons", "c_cons_worst@2"],
-                        batch_size=77, seed=4, progress=False)  # fmt: skip
+    measured = evaluate(by_brightest_column, test, preprocess, ["top1", "c_cons@8", "s_cons", "c_cons_worst@2",
+                        "c_cons_near@3"], batch_size=77, seed=4, progress=False)  # fmt: skip
     assert measured["images"] == 360
     assert measured["top1"] == top1(by_brightest_column, (images, test.labels))
     assert measured["c_cons@8"] == c_cons(by_brightest_column, images, max_shift=8, seed=4)
     assert measured["s_cons"] == s_cons(by_brightest_column, images, seed=4)
     assert measured["c_cons_worst@2"] == c_cons(by_brightest_column, images, worst=2)
+    assert measured["c_cons_near@3"] == c_cons(by_brightest_column, images, max_shift=3, near=True, seed=4)
     with pytest.raises(ValueError, match="unknown metric 'accuracy': choose among top1"):
         evaluate(by_brightest_column, test, preprocess, ["accuracy"])
 
@@ -120,10 +121,24 @@ def test_shifts_by_multiples() -> None:
             parse_metric(name)
 
 
+def test_near_shifts_go_both_ways() -> None:
+    """The label is the row and the column of one bright pixel: so it tells by how much an image was shifted."""
+    images, seen = torch.zeros(400, 1, 16, 16), []
+    images[:, :, 5, 5] = 1
+
+    def by_place(x: Tensor) -> Tensor:
+        seen.append(x.flatten(1).argmax(1))
+        return x.flatten(1)
+
+    c_cons(by_place, images, max_shift=3, near=True)
+    place = torch.cat(seen)
+    assert set((place // 16 - 5).tolist()) == set((place % 16 - 5).tolist()) == {-3, -2, -1, 0, 1, 2}
+
+
 def test_a_metric_that_measures_nothing_is_refused() -> None:
     """Else top1@5 is top-1 and looks like top-5, c_cons_worst@0 is that of 8, and the rest is 100 % or top-1."""
     names = ("top1@5", "kept@4:half", "kept", "top1:erased", "top1:half@3", "c_cons@0", "s_cons@0", "c_cons@3/4",
-             "c_cons_worst@0", "c_cons_worst@1")  # fmt: skip
+             "c_cons_worst@0", "c_cons_worst@1", "c_cons_near@0")  # fmt: skip
     for name in names:
         with pytest.raises(ValueError, match=f"the metric '{name}' changes nothing, or its number"):
             parse_metric(name)

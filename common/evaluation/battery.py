@@ -45,7 +45,7 @@ AVERAGED = (2, 4)  # shifts a side
 def metrics_of(part: str, side: int) -> list[str]:
     """The metrics of a part of the battery, for images with this ``side``."""
     if part == "magnitudes":
-        return [f"c_cons@{min(round(share * side), side - 1)}" for share in QUARTERS]
+        return [*(f"c_cons@{min(round(share * side), side - 1)}" for share in QUARTERS), f"c_cons_near@{side // 7}"]
     if part == "erased":
         return [f"{kind}:erased@{round(share * side)}" for share in ERASED for kind in ("top1", "c_cons")]
     return {"plain": list(SHORT), "worst": ["c_cons_worst@8"], "flipped": ["top1:flipped", "c_cons:flipped"],

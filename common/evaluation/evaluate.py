@@ -32,11 +32,12 @@ __all__ = ["METRICS", "evaluate", "from_timm", "main"]
 
 METRICS = (
     "top1, c_cons, s_cons; c_cons@K, s_cons@K for shifts up to K px, c_cons@K/N for multiples of N px among them; "
-    "c_cons_worst@K for all shifts below K px; each also on changed images: top1:erased@N (a patch of up to N px), "
-    "c_cons:flipped, top1:half (moved by half a pixel); kept:half: share of images that keep their label"
+    "c_cons_near@K for shifts of -K to K - 1 px, c_cons_worst@K for all shifts below K px; each also on changed "
+    "images: top1:erased@N (a patch of up to N px), c_cons:flipped, top1:half (moved by half a pixel); kept:half: "
+    "share of images that keep their label"
 )
 METRIC = re.compile(
-    r"(?P<kind>top1|c_cons|s_cons|c_cons_worst|kept)(?:@(?P<reach>\d+))?(?:(?<=\d)/(?P<step>[1-9]\d*))?"
+    r"(?P<kind>top1|c_cons|s_cons|c_cons_near|c_cons_worst|kept)(?:@(?P<reach>\d+))?(?:(?<=\d)/(?P<step>[1-9]\d*))?"
     r"(?::(?P<change>erased|flipped|half)(?:@(?P<amount>\d+))?)?"
 )
 
@@ -71,8 +72,9 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Prepro
                     outcomes.append(predict(model, x) == labels)
                 elif kind == "kept":
                     outcomes.append(predict(model, x) == predict(model, images))
-                elif kind == "c_cons":
-                    outcomes.append(circular_agreement(model, x, index, max_shift=reach, seed=seed, step=step))
+                elif kind in ("c_cons", "c_cons_near"):
+                    outcomes.append(circular_agreement(model, x, index, max_shift=reach, seed=seed, step=step,
+                                                       near=kind == "c_cons_near"))  # fmt: skip
                 elif kind == "c_cons_worst":
                     outcomes.append(worst_agreement(model, x, reach or 8))
                 else:

@@ -40,15 +40,16 @@ def _one_each(labels: Tensor, count: int) -> Tensor:
 
 
 def c_cons(model: Model, data: Data, *, max_shift: int | None = None, pairs: int = 1, seed: int = 0,
-           worst: int | None = None) -> float:  # fmt: skip
+           worst: int | None = None, near: bool = False) -> float:  # fmt: skip
     """Circular consistency (eq. ccons): how often the labels under two random circular shifts agree, in percent.
 
     Shifts are uniform in [0, max_shift] per axis (None: the whole torus), ``pairs`` per image. With ``worst=k`` an
-    image counts only if its label is the same for all k x k shifts in {0, ..., k - 1}^2: the worst case.
+    image counts only if its label is the same for all k x k shifts in {0, ..., k - 1}^2: the worst case. With ``near``
+    shifts are uniform in [-max_shift, max_shift) (None: a seventh of the side): the image stays about where it was.
     """
     if worst is not None:
         return _percent(worst_agreement(model, images, worst) for images, _, _ in _batches(data))
-    return _over_pairs(circular_agreement, model, data, pairs, seed, max_shift=max_shift)
+    return _over_pairs(circular_agreement, model, data, pairs, seed, max_shift=max_shift, near=near)
 
 
 def s_cons(model: Model, data: Data, *, max_shift: int | None = None, pairs: int = 1, seed: int = 0,
@@ -117,11 +118,15 @@ def predict_pixels(model: Model, images: Tensor) -> Tensor:
 
 
 def circular_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift: int | None, seed: int,
-                       step: int = 1) -> Tensor:  # fmt: skip
+                       step: int = 1, near: bool = False) -> Tensor:  # fmt: skip
     """(B,) bool: whether image ``index[i]`` gets one label under two circular shifts, by multiples of ``step``."""
     height, width = images.shape[-2:]
-    high = (height - 1, width - 1) if max_shift is None else (max_shift, max_shift)
-    shifts = (step * random_shifts(index, (0, 0), (high[0] // step, high[1] // step), seed, which) for which in (1, 2))
+    if near:
+        max_shift = max_shift or min(height, width) // 7
+        low, high = (-max_shift, -max_shift), (max_shift - 1, max_shift - 1)
+    else:
+        low, high = (0, 0), (height - 1, width - 1) if max_shift is None else (max_shift, max_shift)
+    shifts = (step * random_shifts(index, low, (high[0] // step, high[1] // step), seed, which) for which in (1, 2))
     first, second = (predict(model, circular_shift(images, shift)) for shift in shifts)
     return first == second
 

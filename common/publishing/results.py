@@ -29,6 +29,7 @@ DATA = {
 MEASURES = {
     "top1": ("top-1", "accuracy", "images whose highest logit is the label"),
     "c_cons": ("C-Cons", "c_cons", "images that get one label under two random circular shifts"),
+    "c_cons_near": ("near C-Cons", "c_cons_near", "images that get one label under two small random circular shifts"),
     "c_cons_worst": (
         "worst C-Cons",
         "c_cons_worst",
