@@ -72,6 +72,18 @@ def test_equals_timm(name: str, dtype: torch.dtype) -> None:
     assert_equal_outputs(ours, theirs, torch.randn(1, 3, *ours.img_size, dtype=dtype))
 
 
+@pytest.mark.parametrize("name", ["swin_tiny", "swinv2_tiny"])
+def test_windows_of_odd_grids_are_those_of_timm(name: str) -> None:
+    """Merging rounds odd sides up: 15 x 11 tokens, then 8 x 6, 4 x 3 and 2 x 2, each a single window."""
+    narrow: dict[str, Any] = dict(img_size=(60, 44), window_size=16, embed_dim=24, depths=(1, 1, 2, 1), num_classes=3)
+    reference = randomize(timm.create_model(TIMM[name][0], **narrow)).double().eval()
+    ours: Any = create_model(name, **narrow).double().eval()
+    ours.load_state_dict(reference.state_dict(), strict=True)
+    assert ours.windows == [(15, 11), (8, 6), (4, 3), (2, 2)]
+    x = torch.randn(1, 3, 60, 44, dtype=torch.float64)
+    assert_equal_outputs(ours, lambda x: (reference(x), reference.forward_intermediates(x)[1]), x)
+
+
 def transformers_model(name: str) -> tuple[nn.Module, Any]:
     """A classifier of transformers with the shape of our ``name``, and our converter for it."""
     if name == "swin_tiny":

@@ -49,6 +49,15 @@ def test_an_image_size_names_the_window_that_fits_it() -> None:
         create_model("a_swin_tiny", img_size=250)
 
 
+@pytest.mark.parametrize("name", ["swin_tiny", "swinv2_tiny"])
+def test_images_smaller_than_a_token_of_the_last_stage(name: str) -> None:
+    """28 px, as of MNIST: 7, 4, 2 and 1 tokens a side."""
+    narrow: dict[str, Any] = dict(img_size=28, window_size=7, embed_dim=24, depths=(1, 1, 1, 1), num_classes=10)
+    assert create_model(name, **narrow).eval()(torch.randn(1, 3, 28, 28)).isfinite().all()
+    with pytest.raises(ValueError, match="image size 28x28: .* nearest valid sizes are 224x224"):
+        create_model(f"a_{name}", **narrow)
+
+
 def test_features_of_timm_are_adapted_as_a_whole() -> None:
     settings: dict[str, Any] = dict(img_size=56, depths=(1, 1), num_heads=(1, 2), embed_dim=16)
     name = "swin_tiny_patch4_window7_224"

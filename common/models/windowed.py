@@ -32,8 +32,8 @@ class WindowedClassifier(Classifier):
             raise ValueError(f"window_size {window} must be 1 or more")
         strides = [patch * 2**i for i in range(len(depths))]
         img_size = to_pair(arguments["img_size"])
-        windows = [  # a grid smaller than the window is one window
-            (min(window[0], img_size[0] // stride), min(window[1], img_size[1] // stride)) for stride in strides
+        windows = [  # a grid smaller than the window is one window; merging rounds odd sides up
+            (min(window[0], -(-img_size[0] // stride)), min(window[1], -(-img_size[1] // stride))) for stride in strides
         ]
         exact = [math.lcm(*(s * w[axis] for s, w in zip(strides, windows, strict=True))) for axis in (0, 1)]
         multiple = (exact[0], exact[1]) if arguments["adaptive"] else (patch, patch)
