@@ -28,6 +28,7 @@ from common.ops import add_norm, materialize, norm_ahead, project
 from common.ops.depthwise import as_tokens, depthwise_by, split_class_tokens
 
 ANCHORS = ("token", "projection")
+PER_STAGE = ("patch_sizes", "patch_strides", "patch_paddings", "embed_dims", "num_heads", "drop_path_rate")
 
 
 def drop_path_rates(rate: float | tuple[float, ...], depths: tuple[int, ...]) -> Any:
@@ -175,6 +176,9 @@ class CvT(Classifier):
         multiple = strides[-1] * (kv_stride if adaptive else 1)
         super().__init__(locals(), multiple=(multiple, multiple), anchors=ANCHORS)
         self.padding_mode = resolve_padding(padding_mode, adaptive)
+        for name in PER_STAGE:
+            if isinstance(entries := self.config[name], tuple) and len(entries) != len(depths):
+                raise ValueError(f"{name} {entries} must have one entry for each of {len(depths)} stages, as depths")
         check_heads(embed_dims, num_heads)
         self.num_features = embed_dims[-1]
         self.feature_info = [

@@ -58,6 +58,16 @@ def test_images_smaller_than_a_token_of_the_last_stage(name: str) -> None:
         create_model(f"a_{name}", **narrow)
 
 
+@pytest.mark.parametrize("arguments", [
+    {"depths": (1, 1)}, {"depths": (1, 1, 1, 1)}, {"patch_paddings": (2, 1)}, {"patch_strides": (4, 2)},
+    {"num_heads": (1, 2)}, {"drop_path_rate": (0.0, 0.1)},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["cvt_micro", "a_cvt_micro"])
+def test_entries_that_are_not_one_for_each_stage_are_named(name: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^\w+ \(.*\) must have one entry for each of \d stages"):
+        create_model(name, **arguments)
+
+
 def test_features_of_timm_are_adapted_as_a_whole() -> None:
     settings: dict[str, Any] = dict(img_size=56, depths=(1, 1), num_heads=(1, 2), embed_dim=16)
     name = "swin_tiny_patch4_window7_224"
