@@ -62,7 +62,8 @@ def evaluate(model: Model, split: PixelSplit, preprocess: ScenePreprocess, metri
     split = split.prepared(preprocess).to(accelerator.device)
     in_memory = isinstance(split, Scenes)
     count, workers = (batch_size, 0) if in_memory else (1, workers)
-    loader = DataLoader(split, batch_size=count, num_workers=workers, worker_init_fn=outlive_sigterm)
+    loader = DataLoader(split, batch_size=count, num_workers=workers, worker_init_fn=outlive_sigterm,
+                        generator=torch.Generator())  # of its own: as in common.evaluation  # fmt: skip
     loader = accelerator.prepare(loader)
     classes = len(split.classes)
     matrix = torch.zeros(classes, classes, dtype=torch.long, device=accelerator.device)

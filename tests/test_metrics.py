@@ -11,7 +11,10 @@ from common.data.sources import load_data
 from common.data.splits import Arrays
 from common.evaluation.evaluate import evaluate, parse_metric
 from common.evaluation.metrics import c_cons, mascc, massc, s_cons, top1
+from segmentation.data import load_scenes
+from segmentation.evaluation import evaluate as evaluate_scenes
 from segmentation.evaluation import parse_metric as parse_pixel_metric
+from segmentation.preprocess import ScenePreprocess
 
 
 def by_brightest_column(x: Tensor) -> Tensor:
@@ -152,6 +155,17 @@ def test_a_metric_may_be_named_twice() -> None:
     test = load_data("digits")[1].head(4)
     measured = evaluate(by_mean, test, Preprocess(size=(32, 32)), ["top1", "c_cons", "top1"], progress=False)
     assert measured["c_cons"] == 100.0
+
+
+def test_measuring_draws_no_random_number() -> None:
+    """Else ``--eval_every`` changes what a training on a CPU drops, and so its weights."""
+    images, scenes = load_data("digits")[1].head(4), load_scenes("digits")[1].head(2)
+    state = torch.get_rng_state()
+    evaluate(by_mean, images, Preprocess(size=(32, 32)), ["top1"], progress=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    measure = ScenePreprocess(size=scenes.images.shape[-2:])  # type: ignore[attr-defined]
+    evaluate_scenes(lambda x: x.new_zeros(len(x), 11, *x.shape[2:]), scenes, measure, ["miou"], progress=False)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_digits_are_real_held_out_and_drawn_with_a_margin() -> None:

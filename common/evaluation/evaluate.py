@@ -55,7 +55,8 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Prepro
     split = split.prepared(preprocess).to(accelerator.device)
     workers = 0 if isinstance(split, Arrays) else workers
     loader = accelerator.prepare(DataLoader(split, batch_size=batch_size, num_workers=workers,
-                                            worker_init_fn=outlive_sigterm))  # fmt: skip
+                                            worker_init_fn=outlive_sigterm, generator=torch.Generator()))  # fmt: skip
+    # a generator of its own: a loader draws a number whenever it begins, and training would go on with other ones
     right = {name: torch.zeros((), dtype=torch.long, device=accelerator.device) for name in metrics}
     counted = torch.zeros((), dtype=torch.long, device=accelerator.device)
     for batch in tqdm(loader, desc="evaluate", leave=False, disable=not (progress and accelerator.is_main_process)):
