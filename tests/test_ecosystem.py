@@ -19,7 +19,7 @@ from common import adapt, create_model, from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.splits import load_digits_data
 from common.evaluation.equivariance import assert_shift_equivariant, shift_error
-from common.evaluation.evaluate import load_for_evaluation
+from common.evaluation.evaluate import from_timm, load_for_evaluation
 
 SHIFTS = ((1, 0), (0, 3), (17, 5), (-31, 40))
 MICRO = list_models("a_*_micro")
@@ -235,6 +235,17 @@ def test_a_timm_model_in_bfloat16_is_adapted_and_keeps_how_images_are_prepared(t
     assert model.head.fc.weight.dtype == torch.bfloat16
     stored = Preprocess.load(tmp_path / PREPROCESSOR_NAME)
     assert (stored.size, stored.resize, stored.mean, stored.std) == ((56, 56), 62, cfg["mean"], cfg["std"])
+
+
+def test_adapted_timm_models_see_what_timm_models_see(tmp_path: Path) -> None:
+    """timm takes 0.875 where no crop_pct is given: else an adapted model sees images at another scale."""
+    cfg = {"crop_pct": None, "input_size": (3, 56, 56)}
+    model: Any = timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), num_heads=(3, 6),
+                                   embed_dim=48, num_classes=3, pretrained_cfg_overlay=cfg)  # fmt: skip
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    adapt(model)
+    assert Preprocess(**model.stored_input) == from_timm(f"local-dir:{tmp_path}")[1]
+    assert model.stored_input["resize"] == 64
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -1,7 +1,6 @@
 """One evaluation for all classifiers: counts over a split, gathered over processes without counting padding twice."""
 
 import argparse
-import math
 import os
 import re
 import warnings
@@ -20,6 +19,7 @@ from ..data.preprocess import PREPROCESSOR_NAME, Preprocess, check_finite
 from ..data.sources import load_data, shown
 from ..data.splits import Arrays, Split
 from ..data.workers import outlive_sigterm
+from ..models.adaptation import input_of_timm
 from ..models.classifier import Classifier
 from ..models.hub import embedded, resolve_file
 from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
@@ -217,7 +217,4 @@ def from_timm(name: str, **arguments: Any) -> tuple[nn.Module, Preprocess]:
         model = timm.create_model(name, pretrained=True, **arguments)
     except (RuntimeError, TypeError) as error:  # an unknown name or argument, or one without weights
         raise ValueError(f"timm:{name} cannot be loaded: {error}") from error
-    config = timm.data.resolve_model_data_config(model)
-    _, height, width = config["input_size"]
-    resize = None if config["crop_pct"] == 1 else math.floor(max(height, width) / config["crop_pct"])  # as timm rounds
-    return model, Preprocess(size=(height, width), resize=resize, mean=config["mean"], std=config["std"])
+    return model, Preprocess(**input_of_timm(model))

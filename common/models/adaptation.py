@@ -5,6 +5,7 @@ import importlib
 import math
 from typing import Any, TypeVar
 
+import timm
 import torch
 from torch import nn
 
@@ -12,7 +13,7 @@ from .hub import HubModel
 from .registry import PACKAGES
 from .weights import check_state
 
-__all__ = ["adapt"]
+__all__ = ["adapt", "input_of_timm"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -44,9 +45,12 @@ def adapt(model: M, **options: Any) -> M:
     twin = cls(**{**config, "adaptive": True, **options})
     like = next(model.parameters())
     twin.to(device=like.device, dtype=like.dtype)
-    kept = {key: getattr(model, key) for key in KEPT if hasattr(model, key)} | _input_of_timm(model)
+    kept = {key: getattr(model, key) for key in KEPT if hasattr(model, key)}
+    cfg = getattr(model, "pretrained_cfg", None) or {}
     if isinstance(model, HubModel):
         kept |= {key: value for key, value in vars(model).items() if key not in vars(twin)}  # the user's own
+    elif len(cfg.get("mean") or ()) == len(cfg.get("input_size") or ()) == 3:
+        kept["stored_input"] = input_of_timm(model)
     trains, training = {name: p.requires_grad for name, p in model.named_parameters()}, model.training
     recomputes = any(getattr(module, "grad_checkpointing", False) for module in model.modules())
     twin.load_state_dict(model.state_dict(keep_vars=True), strict=True, assign=True)
@@ -109,12 +113,10 @@ def _of_timm(model: nn.Module) -> tuple[type[HubModel], dict[str, Any]]:
     return cls, config
 
 
-def _input_of_timm(model: nn.Module) -> dict[str, Any]:
-    """How a timm model's images are prepared, as a file beside ours says it; nothing of other models."""
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    if isinstance(model, HubModel) or len(cfg.get("mean") or ()) != 3 or len(cfg.get("input_size") or ()) != 3:
-        return {}
-    size = tuple(cfg["input_size"][1:])
-    resize = max(*size, math.floor(max(size) / cfg.get("crop_pct", 1.0)))
-    return {"stored_input": {"size": size, "resize": resize if resize > max(size) else None,
-                             "mean": tuple(cfg["mean"]), "std": tuple(cfg["std"])}}  # fmt: skip
+def input_of_timm(model: nn.Module) -> dict[str, Any]:
+    """How a timm model's images are prepared, as a file beside ours says it."""
+    config = timm.data.resolve_model_data_config(model)
+    size = tuple(config["input_size"][1:])
+    resize = math.floor(max(size) / config["crop_pct"])  # as timm rounds
+    return {"size": size, "resize": resize if resize > max(size) else None, "mean": tuple(config["mean"]),
+            "std": tuple(config["std"])}  # fmt: skip
