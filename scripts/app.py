@@ -12,9 +12,9 @@ in the queue (413 and 429 otherwise).
 
 import argparse
 import os
-from pathlib import Path
 
 import shiftvit
+from common.models.hub import is_hub_id
 from shiftvit.page.build import build_page, serve
 from shiftvit.page.masks import load_segmenters
 from shiftvit.page.sides import Side, load_sides
@@ -38,7 +38,7 @@ def find_links(args: argparse.Namespace) -> dict[str, str]:
     links = {"code": args.code_url} if args.code_url else {}
     for title in ("default", "adaptive"):
         source = getattr(args, title) or ""
-        if source.count("/") == 1 and not Path(source).exists():
+        if is_hub_id(source):
             links[f"card of the {title} model"] = f"https://huggingface.co/{source}"
     if wrong := [url for url in links.values() if not url.startswith("https://")]:
         raise ValueError(f"{wrong[0]} is not an address that begins with https://")

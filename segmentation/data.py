@@ -31,6 +31,7 @@ from common.data.sources import (
 )
 from common.data.splits import load_digits_data
 from common.evaluation.metrics import IGNORE_INDEX
+from common.models.hub import is_hub_id
 from common.seeding import hashed_uniform
 
 from .labels import ADE20K, KNOWN, Labelling
@@ -56,8 +57,7 @@ def load_scenes(name: str, labelling: Labelling | None = None) -> tuple[PixelSpl
     path = Path(name)
     known = _named_classes(path) or KNOWN.get(path.name.partition("@")[0].lower())
     labelling = labelling or known or Labelling()
-    is_hub_id = name.count("/") == 1 and not path.exists() and not name.startswith((".", "/", "~"))
-    if is_hub_id:
+    if is_hub_id(name):
         return _load_hub(name, labelling)
     if not path.is_dir():
         raise FileNotFoundError(f"no data folder {name}: give 'digits', a folder of parquet files, ADE20K's own "

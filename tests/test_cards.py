@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from huggingface_hub import ModelCard
 from publishing_helpers import CHECKPOINTS, MANIFESTS, edit
 
 from common import create_model
+from common.data.splits import load_digits_data
 from common.models.registry import parse_arguments
 from common.publishing import cards
 from common.publishing import manifest as manifests
@@ -197,6 +199,34 @@ def test_a_folder_called_digits_is_not_taken_for_the_embedded_digits() -> None:
     assert "--data ./digits\n" in card
     assert "secret" not in card
     assert data_of(public_results(results)) == data_of(results) == (None, "digits", "evaluation")
+
+
+def test_data_of_the_hub_keep_their_owner_and_weights_of_a_disk_lose_their_path() -> None:
+    """Else the command of a card trains on the official data set instead, and shows where somebody's files lie."""
+    results = json.loads((ROOT / "results" / "swin_cifar10_80ep_default.json").read_text())
+    paths = {"data": "owner/CIFAR10@main", "pretrained": "outputs/secret"}
+    results |= {"settings": results["settings"] | paths, "from_hub": ["data"]}
+    with torch.device("meta"):
+        card = cards.model_card(create_model("swin_tiny", num_classes=10), results, source="team/model")
+    assert data_of(results) == ("owner/CIFAR10", "owner/CIFAR10", "evaluation")
+    assert ModelCard(card).data.datasets == ["owner/CIFAR10"]
+    assert all(words in card for words in ("--data owner/CIFAR10@main ", "--pretrained secret "))
+    assert "90.15" not in card  # the paper's
+    assert "outputs" not in card
+    assert data_of(results | {"from_hub": []})[0] == "uoft-cs/cifar10"
+    kept = results | {"from_hub": ["data", "pretrained"]}
+    assert public_results(kept) == kept
+    embedded = results["settings"] | {"pretrained": "swin/checkpoints/swin_micro"}
+    assert public_results(results | {"settings": embedded})["settings"] == embedded
+
+
+def test_a_run_tells_what_it_took_from_the_hub(train_digits: Callable[..., dict[str, Any]], tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """A folder and a data set of the Hub look alike: afterwards nothing else says which it was."""
+    monkeypatch.setattr("common.training.task.load_data", lambda *_: load_digits_data())
+    weights = str(ROOT / "swin" / "checkpoints" / "swin_micro")
+    train_digits(tmp_path, "--data", "owner/digits", "--pretrained", weights, "--limit", "16")
+    assert json.loads((tmp_path / "results.json").read_text())["from_hub"] == ["data"]
 
 
 def test_model_arguments_of_a_command_are_read_as_they_were() -> None:

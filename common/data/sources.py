@@ -26,6 +26,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..models.hub import is_hub_id
 from .preprocess import SMALL
 from .splits import Arrays, Encoded, Split, check_rows, load_digits_data, same_classes, shown
 
@@ -59,8 +60,7 @@ def load_data(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
         raise ValueError("this recipe is for data of your own: give a folder or a Hub id by --data")
     if name == "digits":
         return load_digits_data()
-    is_hub_id = name.count("/") == 1 and not Path(name).exists() and not name.startswith((".", "/", "~"))
-    return load_hub(name, skip_broken) if is_hub_id else load_folder(Path(name), skip_broken)
+    return load_hub(name, skip_broken) if is_hub_id(name) else load_folder(Path(name), skip_broken)
 
 
 def load_folder(folder: Path, skip_broken: bool = False) -> tuple[Split, Split]:

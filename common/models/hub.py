@@ -247,6 +247,12 @@ def embedded(source: str | os.PathLike[str]) -> Path | None:
     return next((ROOT / path for path in found), None)
 
 
+def is_hub_id(source: str | os.PathLike[str]) -> bool:
+    """Whether ``source`` means a repository on the Hub, ``owner/name``, as it is no path to something here."""
+    name = str(source)
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
 def _locate(source: str | os.PathLike[str], name: str, **hub: Any) -> Path:
     directory = Path(source) if Path(source).exists() else embedded(source) or Path(source)
     if directory.is_dir():
@@ -258,7 +264,7 @@ def _locate(source: str | os.PathLike[str], name: str, **hub: Any) -> Path:
         raise FileNotFoundError(f"{directory} has no {name}{advice}")
     if directory.exists():
         raise ValueError(f"{directory} is a file: give the directory that holds {CONFIG_NAME} and {WEIGHTS_NAME}")
-    if directory.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
+    if not is_hub_id(source):
         raise FileNotFoundError(f"no directory {source}, and it is not a Hub id of the form 'owner/name'"
                                 + ("" if "/" in str(source) else ": create_model(NAME) builds a model with fresh "
                                    "weights"))  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..models.hub import embedded, is_hub_id
 from ..models.registry import PACKAGES
 from ..training.recipe import BaseRecipe
 
@@ -24,7 +25,7 @@ DATA = {
     "scene_parse_150": ("merve/scene_parse_150", "ADE20K, 150 classes", "validation"),
     "camvid": (None, "CamVid, 11 classes", "test"),
 }
-"""By the last part of a data set's path or id: its id on the Hub, its name, the split that is measured on."""
+"""By the last part of a folder's path: the data set's id on the Hub, its name, the split that is measured on."""
 
 MEASURES = {
     "top1": ("top-1", "accuracy", "images whose highest logit is the label"),
@@ -60,14 +61,15 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def public_results(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Results as they may be shown: data sets by their Hub id or name, not by a path on somebody's disk."""
+    """Results as they may be shown: data sets and weights by their Hub id or name, not by a path on a disk."""
     settings = dict(results["settings"])
-    name = Path(settings["data"]).name
-    own = name == "digits" != settings["data"]  # somebody's folder: the name alone means the embedded ones
-    settings["data"] = data_of(results)[0] or ("./" * own + name)
+    if not _from_hub(results, "data"):
+        name = Path(settings["data"]).name
+        own = name == "digits" != settings["data"]  # somebody's folder: the name alone means the embedded ones
+        settings["data"] = data_of(results)[0] or ("./" * own + name)
     for key in ("pretrained", "backbone"):
         source = settings.get(key)
-        if source and (Path(source).is_absolute() or source.startswith((".", "~"))):
+        if source and not _from_hub(results, key, is_hub_id(source)) and not embedded(source):
             settings[key] = Path(source).name
     return {**results, "settings": settings}
 
@@ -77,10 +79,19 @@ def measured(results: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(results[key]) for key in results if key.partition("@")[0] in MEASURES}
 
 
+def _from_hub(results: Mapping[str, Any], key: str, older: bool = False) -> bool:
+    """Whether a setting named a repository of the Hub when the run was made; ``older`` results do not say."""
+    return key in results["from_hub"] if "from_hub" in results else older
+
+
 def data_of(results: Mapping[str, Any]) -> tuple[str | None, str, str]:
     """The row of ``DATA`` of a run's data set; of one that is not there, its name."""
     given = results["settings"]["data"]
-    name = Path(given.partition("@")[0]).name
+    repository = given.partition("@")[0]
+    if _from_hub(results, "data"):  # where anybody may have a data set of a known name
+        official = {row[0]: row for row in DATA.values()}
+        return official.get(repository, (repository, repository, "evaluation"))
+    name = Path(repository).name
     known = {key: row for key, row in DATA.items() if key != "digits" or given == key}  # digits are no folder
     identifier, data, split = known.get(name.lower(), (None, name, "evaluation"))
     return identifier, f"scenes of {data}" if data == DIGITS and is_segmenter(results) else data, split

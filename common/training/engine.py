@@ -34,7 +34,7 @@ from ..data.workers import outlive_sigterm
 from ..evaluation.flags import check_precision
 from ..evaluation.plots import plot_curves
 from ..evaluation.tables import format_table, write_json
-from ..models.hub import HubModel
+from ..models.hub import HubModel, is_hub_id
 from .checkpoints import Progress, latest_checkpoint, load_checkpoint, on_main, save_checkpoint
 from .directory import LOGS, TRAINED, check_directory, locked, set_aside, set_later_aside
 from .guard import FiniteGuard
@@ -228,7 +228,9 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
                "device": _device_name(accelerator.device), "train_seconds": round(log.seconds, 1)}  # fmt: skip
     if accelerator.is_main_process:
         used = {"training_images": len(job.train_split)} | ({"limit": options.limit} if options.limit else {})
-        write_json(output / "results.json", results | used | {"settings": recipe.settings()})
+        settings = recipe.settings()
+        from_hub = [key for key in ("data", "pretrained", "backbone") if is_hub_id(settings.get(key) or "")]
+        write_json(output / "results.json", results | used | {"from_hub": from_hub, "settings": settings})
         plot_curves(output / "log.jsonl", output / "curves.png")
         accelerator.print(format_table([results], ["model", *recipe.metrics, "parameters", "train_seconds"]))
         accelerator.print(f"model, log and results: {output}")
