@@ -118,6 +118,21 @@ def test_images_are_those_of_the_evaluation(side: int, tmp_path: Path) -> None:
         assert torch.equal(torch.stack([preprocess.image(image) for image in pixels]), seen)
 
 
+def test_images_of_mixed_folders_are_those_of_the_evaluation(tmp_path: Path) -> None:
+    """There, too: evaluation resized small images among large ones otherwise than those among their like."""
+    sides, images = {"one": 40, "two": 300}, {}
+    for part, name in itertools.product(("train", "val"), sides):
+        images[name] = np.random.default_rng(sides[name]).integers(0, 256, (sides[name],) * 2 + (3,), dtype=np.uint8)
+        (tmp_path / part / name).mkdir(parents=True)
+        Image.fromarray(images[name]).save(tmp_path / part / name / "image.png")
+    for preprocess in (Preprocess(size=(32, 32)), Preprocess(size=(224, 224), resize=256)):
+        split = load_data(str(tmp_path))[1].prepared(preprocess)
+        seen = preprocess.evaluate(next(split.fetch(batch)[0] for batch in DataLoader(split, batch_size=2)))
+        assert torch.equal(torch.stack([preprocess.image(image) for image in images.values()]), seen)
+        trained = preprocess.evaluate(torch.stack([split[(0, i)][0] for i in range(2)]))  # type: ignore[index]
+        assert torch.allclose(trained, seen, atol=0.02)  # a level of 256
+
+
 def test_files_that_are_no_images_are_named(digit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Lost otherwise: one bad file among many hides all results, fills the memory, or goes unnoticed by a script."""
     whole = digit.read_bytes()

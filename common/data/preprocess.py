@@ -75,8 +75,24 @@ class Preprocess:
         return cls(**stored)
 
     def canvas(self, images: Tensor) -> Tensor:
-        """Normalised and resized, not yet cropped: what a standard shift with a crop starts from."""
-        return self.resized(self.normalized(images))  # in this order: fewer pixels where images are small
+        """Normalised and resized, not yet cropped: what a standard shift with a crop starts from. Images that are not
+        uint8 are that already, by ``canvas_of``."""
+        return self.resized(self.normalized(images)) if images.dtype == torch.uint8 else images
+
+    def canvas_of(self, pixels: np.ndarray) -> Tensor:
+        """The canvas (3, h, w) of one image (h, w, 3), uint8, of any size. Small ones are resized bilinearly,
+        as whole batches of them are, others bicubically."""
+        if max(pixels.shape[:2]) > SMALL:
+            pixels = self.resampled(pixels)
+        return self.canvas(torch.tensor(pixels).permute(2, 0, 1)[None])[0]
+
+    def resampled(self, pixels: np.ndarray) -> np.ndarray:
+        """One image (h, w, 3), uint8, in the size of the canvas, still uint8."""
+        height, width = self.canvas_size
+        if pixels.shape[:2] == (height, width):
+            return pixels
+        method = Image.Resampling.BICUBIC if max(pixels.shape[:2]) > SMALL else Image.Resampling.BILINEAR
+        return np.array(Image.fromarray(pixels).resize((width, height), method))
 
     def normalized(self, images: Tensor) -> Tensor:
         mean, std = (constants(tuple(v), images.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
@@ -97,12 +113,8 @@ class Preprocess:
         return self.crop(self.canvas(images))
 
     def image(self, pixels: np.ndarray) -> Tensor:
-        """One image (h, w, 3), uint8, of any size -> normalised (3, H, W), as in evaluation: those of small sides are
-        resized there bilinearly, whole batches at once, others bicubically."""
-        height, width = self.canvas_size
-        if max(pixels.shape[:2]) > SMALL and pixels.shape[:2] != (height, width):
-            pixels = np.array(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
-        return self.evaluate(torch.tensor(pixels).permute(2, 0, 1)[None])[0]
+        """One image (h, w, 3), uint8, of any size -> normalised (3, H, W), as in evaluation."""
+        return self.crop(self.canvas_of(pixels))
 
     def train(self, images: Tensor, index: Tensor, *seeds: int) -> Tensor:
         u = hashed_uniform(index, 6, *seeds).float()
@@ -112,7 +124,7 @@ class Preprocess:
         if self.flip:
             x = torch.where((u[:, 2] < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
         if self.rand_augment is None:
-            x = self.evaluate(x)
+            x = self.crop(self.resized(self.normalized(x)))  # in this order: fewer pixels where images are small
         else:
             levels = self.crop(self.resized(x.float())).round().clamp(0, 255)
             x = self.normalized(self.rand_augment(levels, index, *seeds))

@@ -13,7 +13,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
@@ -43,7 +42,8 @@ class Split(Dataset[Any]):
             raise ValueError(f"labels run from {low} to {high}, but there are {len(self.classes)} classes")
 
     def fetch(self, batch: Any) -> Batch:
-        """What the loader gave, moved to the device -> uint8 images (B, 3, h, w), labels (B,), index (B,)."""
+        """What the loader gave, moved to the device -> images (B, 3, h, w), as ``Preprocess.canvas`` takes them, labels
+        (B,), index (B,)."""
         raise NotImplementedError
 
     def to(self, device: torch.device) -> Self:
@@ -95,8 +95,9 @@ class Arrays(Split):
 class Encoded(Split):
     """A split that is decoded on demand: ``read(items[i])`` gives image i as an (H, W, 3) uint8 array.
 
-    Items are (image (3, h, w) uint8 of the canvas' size, label, index). An image that cannot be read is an error that
-    names it or, with ``skip_broken``, is replaced by the next readable one in training, and has label -1 otherwise.
+    Items are (image (3, h, w) of the canvas' size, label, index): in training uint8, else the canvas itself. An image
+    that cannot be read is an error that names it or, with ``skip_broken``, is replaced by the next readable one in
+    training, and has label -1 otherwise.
     """
 
     items: Sequence[Any]
@@ -120,7 +121,8 @@ class Encoded(Split):
         for attempt in range(10):
             i = (index + attempt) % len(self)
             try:
-                image = self.canvas(self.read(self.items[i]))
+                pixels = self.read(self.items[i])
+                image = self.canvas(pixels) if epoch is not None else self._ready().canvas_of(pixels)
                 return image, int(self.labels[i]), i
             except Exception as error:
                 if not self.skip_broken:
@@ -128,21 +130,16 @@ class Encoded(Split):
                                      "it, or use --skip_broken") from None  # fmt: skip
                 self.broken[i] = True
                 if epoch is None:
-                    height, width = self._size()
-                    return torch.zeros(3, height, width, dtype=torch.uint8), -1, i
+                    return torch.zeros(3, *self._ready().canvas_size), -1, i
         raise ValueError(f"no readable image among ten from {self.name(self.items[index])} on: check the data")
 
     def canvas(self, pixels: np.ndarray) -> Tensor:
-        image = Image.fromarray(pixels)
-        height, width = self._size()
-        if image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BICUBIC)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+        return torch.tensor(self._ready().resampled(pixels)).permute(2, 0, 1).contiguous()
 
-    def _size(self) -> tuple[int, int]:
+    def _ready(self) -> Preprocess:
         if self.preprocess is None:
             raise RuntimeError("an encoded split needs prepared(preprocess) before it is read")
-        return self.preprocess.canvas_size
+        return self.preprocess
 
     def fetch(self, batch: Any) -> Batch:
         images, labels, index = batch
