@@ -39,8 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
     parser.add_argument("--images", type=count, default=500, help="images of the evaluation split (%(default)s)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[32], help="sides that images are resized to (32)")
-    parser.add_argument("--strides", type=int, nargs="+", default=[2, 4], help="strides of the grids (2 4)")
+    parser.add_argument("--sizes", type=count, nargs="+", default=[32], help="sides that images are resized to (32)")
+    parser.add_argument("--strides", type=count, nargs="+", default=[2, 4], help="strides of the grids (2 4)")
     parser.add_argument("--pairs", type=count, default=4, help="shifts of each image")
     parser.add_argument(
         "--device",

@@ -14,6 +14,7 @@ import argparse
 import os
 
 import shiftvit
+from common.evaluation.flags import count
 from common.models.hub import is_hub_id
 from shiftvit.page.build import build_page, serve
 from shiftvit.page.masks import load_segmenters
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--default_segmenter", help="default UperNet; without it, the adaptive one's weights serve")
     parser.add_argument("--code_url", help="where the code can be read: a link below the title")
     parser.add_argument(
-        "--port", type=int, default=int(os.environ.get("GRADIO_SERVER_PORT", "7860")), help="port of the server"
+        "--port", type=count, default=int(os.environ.get("GRADIO_SERVER_PORT", "7860")), help="port of the server"
     )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 shows the page to the network")
     args = parser.parse_args()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import shiftvit
 from common.evaluation.battery import FULL, battery_of
-from common.evaluation.flags import count
+from common.evaluation.flags import count, whole
 from common.evaluation.tables import format_table
 from common.models.registry import MODEL_ARGUMENTS, parse_arguments
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--exact_images", type=count, default=1000, help="images whose bits are compared")
     parser.add_argument("--crop", action="store_true", help="standard shifts under a centre crop, not with zeros")
     parser.add_argument("--compile", action="store_true", help="compile the model first")
-    parser.add_argument("--seed", type=int, default=0, help="of the random shifts (%(default)s)")
+    parser.add_argument("--seed", type=whole, default=0, help="of the random shifts (%(default)s)")
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     parser.add_argument("--json", type=Path, help="file to write; a figure of token errors goes beside it")
     args = parser.parse_args()

@@ -25,7 +25,7 @@ import shiftvit
 from common.evaluation.benchmark import benchmark
 from common.evaluation.benchmark_modules import benchmark_modules
 from common.evaluation.contenders import COMPILE_MODES, MODES, PRECISIONS, Setting, build
-from common.evaluation.flags import present_device
+from common.evaluation.flags import count, present_device
 from common.evaluation.profiling import environment
 from common.evaluation.tables import format_table, write_json
 
@@ -119,8 +119,8 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of a preset: speed has inference (with CUDA graphs), compiled (without), train, eager and latency",
     )
     parser.add_argument("--mode", choices=MODES, help="what a contender runs (inference)")
-    parser.add_argument("--batch_size", type=int, help="128 where a preset does not say otherwise")
-    parser.add_argument("--img_size", type=int, help="each model's own by default")
+    parser.add_argument("--batch_size", type=count, help="128 where a preset does not say otherwise")
+    parser.add_argument("--img_size", type=count, help="each model's own by default")
     parser.add_argument("--precision", choices=PRECISIONS, help="float32 where a preset does not say otherwise")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the models first")
     parser.add_argument("--compile_mode", choices=COMPILE_MODES, help="mode of torch.compile")
@@ -130,7 +130,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="where to compute (%(default)s)",
     )
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each contender (%(default)s)")
+    parser.add_argument("--rounds", type=count, default=20, help="turns of each contender (%(default)s)")
     parser.add_argument("--block_seconds", type=float, help="how long a contender runs per round: 0.2, a module 0.05")
     parser.add_argument("--budget", type=float, help="seconds after which no round is added")
     parser.add_argument("--count_kernels", action="store_true", help="of one step; on a CPU, operators")

@@ -16,6 +16,7 @@ from common import from_pretrained
 from common.data.preprocess import Preprocess
 from common.data.sources import load_data
 from common.evaluation.evaluate import evaluate
+from common.evaluation.flags import count
 from common.evaluation.metrics import c_cons, predict
 from common.evaluation.tables import format_table, write_json
 from swin.recipes import RECIPES
@@ -28,7 +29,7 @@ SHIFTS = ((0, 0), (0, 1), (1, 0), (2, 3), (5, 1), (9, 13), (16, 16))
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"), help="where models and picture go")
-    parser.add_argument("--epochs", type=int, default=45, help=f"the recipe has {RECIPES['digits'].epochs}")
+    parser.add_argument("--epochs", type=count, default=45, help=f"the recipe has {RECIPES['digits'].epochs}")
     args = parser.parse_args()
 
     train_side_by_side(args.output_dir, args.epochs)

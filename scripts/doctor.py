@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import shiftvit
 from common import create_model
-from common.evaluation.flags import present_device
+from common.evaluation.flags import count, present_device
 from common.evaluation.tables import format_table
 from common.kernels import base, cards
 from common.ops.dispatch import failed, gradients, reference, watched
@@ -35,7 +35,7 @@ LARGEST = 4096  # no image has a side so long
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="a_swin_tiny", help="its shapes are tried")
-    parser.add_argument("--batch", type=int, default=8, help="images at once (%(default)s)")
+    parser.add_argument("--batch", type=count, default=8, help="images at once (%(default)s)")
     parser.add_argument("--precision", choices=TYPES, help="default: bf16 where the card has it, else fp16")
     parser.add_argument(
         "--device",

@@ -24,7 +24,7 @@ from common import create_model, from_pretrained, list_models
 from common.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME, Preprocess
 from common.data.splits import load_digits_data
 from common.evaluation.evaluate import warn_of_fresh_weights
-from common.evaluation.flags import count
+from common.evaluation.flags import count, whole
 from common.evaluation.tables import format_table, write_json
 from common.models.hub import HubModel, embedded
 from common.publishing.export import FORMATS, Normalised, check_exported, export_model, load_exported
@@ -39,12 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--format", choices=FORMATS, required=True, help="format of the file")
     parser.add_argument("--output", type=Path, help="file to write; default: outputs/export/MODEL.pt2 or .onnx")
-    parser.add_argument("--opset", type=int, help="of ONNX, 18 to 25; default: the one that torch recommends")
-    parser.add_argument("--img_size", type=int, nargs="+", metavar="SIDE", help="side, or height and width, of the "
+    parser.add_argument("--opset", type=count, help="of ONNX, 18 to 25; default: the one that torch recommends")
+    parser.add_argument("--img_size", type=count, nargs="+", metavar="SIDE", help="side, or height and width, of the "
                         "images that the file takes; default: what the model was built for")  # fmt: skip
     parser.add_argument("--with_preprocessing", action="store_true",
                         help="take uint8 images of that size: the normalisation becomes part of the graph")  # fmt: skip
-    parser.add_argument("--check", type=int, default=32, metavar="N", help="digits to check on, 0 for no check (32)")
+    parser.add_argument("--check", type=whole, default=32, metavar="N", help="digits to check on, 0 for no check (32)")
     parser.add_argument("--shifts", type=count, default=8, help="random shifts of each digit (8)")
     parser.add_argument("--json", help="file to write the counts to")
     args = parser.parse_args(arguments)

@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--json", type=Path, help="file to write the table to")
     parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)  # in the process that measures
     args = parser.parse_args(arguments)
+    if args.batch_size < 1:  # by hand: the parser of other commands imports what is timed here
+        parser.error(f"argument --batch_size: {args.batch_size} is not a positive whole number")
     if args.begun:
         print(json.dumps(measure(args.models[0], args.modes[0], args.device, args.batch_size, args.begun)))
         return []

@@ -35,6 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this tree, whatever is instal
 from spoilt import KINDS, little_memory  # noqa: E402
 
 import shiftvit  # noqa: E402
+from common.evaluation.flags import count, whole  # noqa: E402
 from common.evaluation.tables import format_table  # noqa: E402
 
 LONGEST = 500  # characters of a message, without the path of the file
@@ -100,19 +101,19 @@ def run_kind(kind: str, seeds: Sequence[int], directory: Path, seconds: float, m
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", type=int, default=10_000, help="over all kinds (%(default)s)")
+    parser.add_argument("--files", type=count, default=10_000, help="over all kinds (%(default)s)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of files (all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case of each kind (%(default)s)")
+    parser.add_argument("--seed", type=whole, default=0, help="of the first case of each kind (%(default)s)")
     parser.add_argument("--seconds", type=float, default=30, help="for one file (%(default)s)")
-    parser.add_argument("--memory", type=int, default=1024, help="MiB that one file may take (%(default)s)")
+    parser.add_argument("--memory", type=count, default=1024, help="MiB that one file may take (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("outputs/fuzz"), help="folder for offenders (%(default)s)")
     args = parser.parse_args(arguments)
     rows, offenders = [], 0
     with tqdm(total=args.files, unit="file") as bar, tempfile.TemporaryDirectory() as scratch:
         for i, kind in enumerate(args.kinds):
-            count = args.files * (i + 1) // len(args.kinds) - args.files * i // len(args.kinds)
+            files = args.files * (i + 1) // len(args.kinds) - args.files * i // len(args.kinds)
             counts: Counter[str] = Counter()
-            seeds, directory = range(args.seed, args.seed + count), Path(scratch) / "case"
+            seeds, directory = range(args.seed, args.seed + files), Path(scratch) / "case"
             for outcome in run_kind(kind, seeds, directory, args.seconds, args.memory * 2**20):
                 fine = outcome.what in ("works", "refused")
                 counts[outcome.what if fine else "WRONG"] += 1
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if not fine:
                     bar.write(f"{kind} {outcome.seed}: {outcome.what}")
                     keep(args.output / f"{kind}-{outcome.seed}", kind, outcome)
-            rows.append({"kind": kind, "files": count, **{key: counts[key] for key in ("works", "refused", "WRONG")}})
+            rows.append({"kind": kind, "files": files, **{key: counts[key] for key in ("works", "refused", "WRONG")}})
             offenders += counts["WRONG"]
     total = {key: sum(row[key] for row in rows) for key in ("files", "works", "refused", "WRONG")}
     print(format_table([*rows, {"kind": "all", **total}]))

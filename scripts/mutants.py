@@ -77,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (%(default)s)")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for one mutant (%(default)s)")
     args = parser.parse_args(arguments)
+    if args.jobs < 1:
+        parser.error(f"argument --jobs: {args.jobs} is not a positive whole number")
     deadline = time.monotonic() + args.budget
     mutants = chosen(load(), args.only, touched_files(args.touched) if args.touched else None)
     outcomes = dict.fromkeys(mutants, "not run" if args.list else NO_TIME)

@@ -30,7 +30,7 @@ from common import from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import read_image
 from common.evaluation.evaluate import from_timm
-from common.evaluation.flags import present_device
+from common.evaluation.flags import count, present_device
 from common.evaluation.tables import format_table, write_json
 from common.models.hub import embedded, resolve_file
 from common.shifts import circular_shift, standard_shift
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="files to classify")
     parser.add_argument("--model", action="append", required=True,
                         help="directory, Hub id or timm:NAME; repeat it for a second model")  # fmt: skip
-    parser.add_argument("--top", type=int, default=5, help="most likely classes to show (%(default)s)")
+    parser.add_argument("--top", type=count, default=5, help="most likely classes to show (%(default)s)")
     parser.add_argument("--classes", help="class names, instead of those stored with the model: a "
                         "file with one per line, or 'imagenet-1k'")  # fmt: skip
     parser.add_argument(
@@ -82,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--shifts", choices=MOVES, default="circular",
                         help="circular: pixels wrap around; standard: filled with zeros (%(default)s)")  # fmt: skip
-    parser.add_argument("--grid", type=int, default=8, help="shifts per axis (%(default)s)")
-    parser.add_argument("--step", type=int, default=4, help="pixels of the model's input between shifts (%(default)s)")
+    parser.add_argument("--grid", type=count, default=8, help="shifts per axis (%(default)s)")
+    parser.add_argument("--step", type=count, default=4, help="pixels of the input between shifts (%(default)s)")
     parser.add_argument(
         "--plot", type=Path, default=Path("outputs/shift_report.png"), help="picture of the shift report (%(default)s)"
     )
@@ -98,9 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         help="where to compute (%(default)s)",
     )
     args = parser.parse_args(arguments)
-    for name in ("top", "grid", "step"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be 1 or more, got {getattr(args, name)}")
 
     predictors = [load(source, args.classes, args.device) for source in dict.fromkeys(args.model)]
     segmenters = [isinstance(predictor.model, UperNet) for predictor in predictors]
@@ -120,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             print(format_table([{"label": best["name"], "probability": f"{100 * best['probability']:.2f} %"}
                                 for best in row["predictions"]]))  # fmt: skip
             if args.shift_report:
-                row["shifts"] = {"kind": args.shifts, "pixels": shifts[0, :, 1].tolist(), **count(report, i)}
+                row["shifts"] = {"kind": args.shifts, "pixels": shifts[0, :, 1].tolist(), **tally(report, i)}
                 print(f"\nlabel, and probability (%) of {row['predictions'][0]['name']!r}, by {args.shifts} shift in "
                       f"pixels\n{format_grid(predictor, report, i, shifts)}")  # fmt: skip
             rows.append(row)
@@ -245,7 +242,7 @@ def describe(predictor: Predictor, report: Report, i: int, image: str, top: int)
     return {"image": image, "model": predictor.name, "predictions": predictions}
 
 
-def count(report: Report, i: int) -> dict[str, Any]:
+def tally(report: Report, i: int) -> dict[str, Any]:
     labels = report.labels[i]
     return {"labels": labels.tolist(), "probabilities": report.probabilities[i].tolist(), "count": labels.numel(),
             "label_kept": int((labels == report.still[i].argmax()).sum()),

@@ -34,6 +34,7 @@ from common.data.sources import load_data
 from common.data.splits import Arrays, Encoded
 from common.evaluation.equivariance import assert_shift_equivariant, dense, invariant
 from common.evaluation.evaluate import evaluate
+from common.evaluation.flags import whole
 from common.evaluation.tables import format_table, write_json
 from common.models.hub import WEIGHTS_NAME, resolve_file, upload_directory
 from common.publishing.cards import CARD_NAME, model_card
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repo_id", required=True, help="owner/name")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="everything but the upload")
     parser.add_argument("--private", action="store_true", help="a new repository is private")
-    parser.add_argument("--sample", type=int, default=64, help="images to measure again; 0: all (default: 64)")
+    parser.add_argument("--sample", type=whole, default=64, help="images to measure again; 0: all (default: 64)")
     parser.add_argument("--data", help="where the data set lies, if not where it was trained")
     parser.add_argument("--revision", help="branch to upload to; made where needed (default: main)")
     parser.add_argument("--manifest", type=Path, help="manifest.json to enter the published model into")

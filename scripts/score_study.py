@@ -30,6 +30,7 @@ from common.anchors import observed_scores
 from common.data.sources import load_data
 from common.data.splits import Split
 from common.evaluation.battery import canonical_off
+from common.evaluation.flags import count, whole
 from common.evaluation.tables import format_table, write_json
 from common.training.engine import train
 from common.training.recipe import Recipe, RunOptions
@@ -204,13 +205,13 @@ def main() -> None:
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="scores to train with (all)"
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one training each (0 1 2)")
+    parser.add_argument("--seeds", nargs="+", type=whole, default=[0, 1, 2], help="one training each (0 1 2)")
     parser.add_argument(
-        "--epochs", type=int, default=RECIPE.epochs, help="passes over the training images (%(default)s)"
+        "--epochs", type=count, default=RECIPE.epochs, help="passes over the training images (%(default)s)"
     )
-    parser.add_argument("--jobs", type=int, default=8, help="runs side by side")
+    parser.add_argument("--jobs", type=count, default=8, help="runs side by side")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds, after which no run begins")
-    parser.add_argument("--limit", type=int, help="use only the first images of each split")
+    parser.add_argument("--limit", type=count, help="use only the first images of each split")
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(), help="compile the models"
     )

@@ -33,6 +33,7 @@ from tqdm.auto import tqdm
 
 import shiftvit
 from common.data.sources import load_data
+from common.evaluation.flags import whole
 from common.evaluation.tables import format_table
 from common.training.checkpoints import latest_checkpoint
 from common.training.engine import main as train
@@ -324,14 +325,13 @@ DISTURBANCES = {"a full disk": full_disk, "a read-only directory": read_only, "t
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50, help="SIGKILLs at random moments (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of these moments (%(default)s)")
+    parser.add_argument("--kills", type=whole, default=50, help="SIGKILLs at random moments (%(default)s)")
+    parser.add_argument("--seed", type=whole, default=0, help="of these moments (%(default)s)")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     rows, failed = [], False
-    bar = tqdm(total=args.kills + len(DISTURBANCES) + 1, unit="disturbance")
-    with tempfile.TemporaryDirectory() as directory, bar:
+    with tempfile.TemporaryDirectory() as directory, tqdm(total=args.kills + len(DISTURBANCES) + 1) as bar:
         soak = Soak(Path(directory), args.kills, args.seed)
         bar.update()
         for name, disturb in {"kills": killed, **DISTURBANCES}.items():

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from common.data.preprocess import PREPROCESSOR_NAME
 from common.data.workers import outlive_sigterm
 from common.evaluation.evaluate import compare_names, warn_of_fresh_weights
-from common.evaluation.flags import check_precision, count
+from common.evaluation.flags import check_precision, count, whole
 from common.evaluation.metrics import (
     circular_pixel_agreement,
     confusion_matrix,
@@ -120,15 +120,15 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser.add_argument("--model", required=True, help="directory, Hub id, or name (fresh weights)")
     parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
     parser.add_argument("--metrics", nargs="*", default=["miou", "mascc", "massc"], help=METRICS)
-    parser.add_argument("--slide", nargs=2, type=int, metavar=("WINDOW", "STRIDE"),
+    parser.add_argument("--slide", nargs=2, type=count, metavar=("WINDOW", "STRIDE"),
                         help="average over windows of this side instead of the whole image")  # fmt: skip
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="draw what shifts change in a few scenes")
     parser.add_argument("--compare", metavar="MODEL", help="a second model to draw beside the first")
     parser.add_argument("--scenes", type=count, default=4, help="how many scenes to draw")
     parser.add_argument("--batch_size", type=count, default=8, help="scenes at once, per process")
-    parser.add_argument("--seed", type=int, default=0, help="of the random shifts")
+    parser.add_argument("--seed", type=whole, default=0, help="of the random shifts")
     parser.add_argument("--limit", type=count, help="use only the first scenes")
-    parser.add_argument("--dataloader_num_workers", type=int, default=min(8, os.cpu_count() or 1),
+    parser.add_argument("--dataloader_num_workers", type=whole, default=min(8, os.cpu_count() or 1),
                         help="processes that decode scenes of different sizes")  # fmt: skip
     parser.add_argument(
         "--mixed_precision",

@@ -55,6 +55,18 @@ def test_every_flag_of_other_commands_has_a_word(path: Path, monkeypatch: pytest
         runpy.run_path(str(path), run_name="__main__")
     assert len(found) > 1
     assert [action.dest for action in found if not action.help] == []
+    by_hand = {"first_output.py": ["batch_size"]}  # it times imports, also those that flags need
+    assert [action.dest for action in found if action.type is int] == by_hand.get(path.name, [])
+
+
+@pytest.mark.parametrize("words", ["publish.py --sample -5", "publish.py --sample 1.5", "battery.py --seed -1",
+                                   "benchmark.py --rounds 0", "first_output.py --batch_size 0",
+                                   "mutants.py --jobs 0"])  # fmt: skip
+def test_counts_are_counts(words: str, fails: Callable[..., list[str]]) -> None:
+    """Else -5 images to look at again are all of them, and none is a traceback."""
+    script, flag, value = words.split()
+    said = fails(f"scripts/{script}", flag, value)[-1]
+    assert re.search(rf"error: argument {flag}: {value} is not a (positive )?whole number", said)
 
 
 def command(*words: str) -> "subprocess.CompletedProcess[str]":

@@ -207,4 +207,4 @@ def test_wrong_requests_say_what_to_do(digit: Path, tmp_path: Path, capsys: pyte
             predict(*arguments, digit)
     with pytest.raises(SystemExit):
         predict("--model", ADAPTIVE, digit, "--grid", "0")
-    assert "--grid must be 1 or more, got 0" in capsys.readouterr().err
+    assert "argument --grid: 0 is not a positive whole number" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from ..models.adaptation import input_of_timm
 from ..models.classifier import Classifier
 from ..models.hub import embedded, resolve_file
 from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
-from .flags import check_precision, count
+from .flags import check_precision, count, whole
 from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
 from .perturb import PERTURBATIONS, ShiftAverage
 from .tables import format_table, precision_name, write_json
@@ -127,11 +127,11 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
     parser.add_argument("--metrics", nargs="+", default=["top1", "c_cons", "s_cons"], help=METRICS)
     parser.add_argument("--batch_size", type=count, default=64, help="images at once, per process")
-    parser.add_argument("--seed", type=int, default=0, help="of the random shifts")
+    parser.add_argument("--seed", type=whole, default=0, help="of the random shifts")
     parser.add_argument("--limit", type=count, help="use only the first images")
     parser.add_argument("--crop", action="store_true", help="standard shifts under a centre crop, not with zeros")
     parser.add_argument("--resize", type=count, help="side before the centre crop, if not the model's own")
-    parser.add_argument("--dataloader_num_workers", type=int, default=min(8, os.cpu_count() or 1),
+    parser.add_argument("--dataloader_num_workers", type=whole, default=min(8, os.cpu_count() or 1),
                         help="processes that decode large images")  # fmt: skip
     parser.add_argument("--skip_broken", action="store_true", help="leave unreadable images out, and count them")
     parser.add_argument("--average_shifts", type=count, default=1, metavar="N",

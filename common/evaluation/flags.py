@@ -5,13 +5,20 @@ import argparse
 import torch
 from accelerate import Accelerator
 
-__all__ = ["check_precision", "count", "present_device"]
+__all__ = ["check_precision", "count", "present_device", "whole"]
 
 
 def count(text: str) -> int:
     """A positive whole number."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """A whole number, 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 up")
     return int(text)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from ..data.sources import KNOWN
 from ..evaluation.battery import battery_of
+from ..evaluation.flags import whole
 from ..evaluation.tables import format_table, write_json
 from ..models.registry import MODEL_ARGUMENTS, parse_arguments
 from .engine import train
@@ -66,7 +67,7 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
         "--battery", action="store_true", help="all that the tables need of a classifier, as battery.json"
     )
     parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[0], help="one training each: the paper's CIFAR has five"
+        "--seeds", nargs="+", type=whole, default=[0], help="one training each: the paper's CIFAR has five"
     )
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     args = parser.parse_args(arguments)
