@@ -88,8 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             command = [sys.executable, __file__, "--models", name, "--modes", mode, "--device", args.device,
                        "--batch_size", str(args.batch_size), "--begun", repr(time.time())]  # fmt: skip
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ValueError(f"{name}, {mode}: {done.stderr.strip().splitlines()[-1][:300]}")
+        if done.returncode or not done.stdout.strip():
+            last = (done.stderr.strip() or "nothing").splitlines()[-1][:300]
+            raise ValueError(f"{name}, {mode}: its process ended with status {done.returncode} (-9: killed, often for "
+                             f"want of memory). Its last words: {last}")  # fmt: skip
         seconds = {key: round(value, 2) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}
         target = {"target": TARGETS[mode]} if args.device == "cuda" else {}
         rows.append({"model": name, "mode": mode, **seconds, **target})

@@ -2,10 +2,20 @@
 
 import json
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+
+@pytest.mark.parametrize(("status", "said", "last"), [(-9, "", "nothing"), (0, " ", "nothing"), (1, "a\nb\n", "b")])
+def test_a_process_that_dies_is_named(status: int, said: str, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the command ends in an IndexError, and nobody knows which model was too large."""
+    main = runpy.run_path(str(ROOT / "scripts" / "first_output.py"))["main"]
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, status, "", said))
+    with pytest.raises(ValueError, match=rf"swin_micro, eager: .* with status {status} .* last words: {last}$"):
+        main(["--models", "swin_micro", "--modes", "eager", "--device", "cpu"])
 
 
 @pytest.mark.slow
