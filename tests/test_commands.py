@@ -154,6 +154,7 @@ def test_mistakes_end_a_training_in_one_line(flags: str, fails: Callable[..., li
     ("scripts/battery.py --model NULL --data NULL", "battery.py: error: no data folder /dev/null"),
     ("scripts/walk.py nonsense", "walk.py: error: unknown model 'nonsense'"),
     ("scripts/score_study.py --data NULL", "score_study.py: error: no data folder /dev/null"),
+    ("scripts/doctor.py --device cpu --model a_swim_tiny", "doctor.py: error: unknown model 'a_swim_tiny': did you"),
     ("swin/convert.py NULL NULL", "convert.py: error: /dev/null is not a safetensors file"),
 ])  # fmt: skip
 def test_mistakes_end_other_commands_in_one_line(words: str, message: str, fails: Callable[..., list[str]]) -> None:
