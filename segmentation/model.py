@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from common.models.classifier import Classifier, PaddingMode, resolve_padding, to_pair
 from common.models.hub import HubModel
 from common.models.registry import create_model, defaults, from_pretrained, list_models, register_model
-from common.models.weights import check_state
+from common.models.weights import check_state, compare_arguments
 from swin import Swin
 
 from .decoder import ConvModule, FCNHead, Level, UperHead, Upsampling, resample, stretch
@@ -134,9 +134,9 @@ class UperNet(HubModel):
             fits = {"multiple": (math.lcm(rows, self.multiple[0]), math.lcm(columns, self.multiple[1]))}
             self.stored_input |= fits | ({"size": self.img_size, "resize": None} if resized else {})
 
-    def load_backbone(self, source: str | os.PathLike[str] | Classifier, **hub: Any) -> None:
+    def load_backbone(self, source: str | os.PathLike[str] | Classifier, **hub: Any) -> str:
         """Start from a classifier, default or adaptive: a model, a directory or a Hub id. Its head and the norm before
-        it stay behind; all else must be there and fit."""
+        it stay behind; all else must be there and fit. Returns what to say of it: also which arguments differ."""
         classifier = source if isinstance(source, nn.Module) else from_pretrained(str(source), **hub)
         if type(classifier) is not type(self.backbone):
             raise ValueError(f"the backbone is a {type(self.backbone).__name__}, cannot start from a "
@@ -145,6 +145,8 @@ class UperNet(HubModel):
         where = type(source).__name__ if isinstance(source, nn.Module) else str(source)
         check_state(self.backbone.state_dict(), state, where)
         self.backbone.load_state_dict(state, strict=True)
+        theirs = {key: value for key, value in classifier.config.items() if key not in self.config}  # ours may differ
+        return f"backbone of {where}" + compare_arguments(theirs, self.backbone.config, "backbone_args")
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.backbone.set_grad_checkpointing(enable)

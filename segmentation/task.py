@@ -94,11 +94,10 @@ class Segmentation(Task[SegmentationRecipe]):
             raise TypeError(f"{recipe.model} is not a segmenter: train it with {folder}/train.py")
         if recipe.backbone:
             try:
-                model.load_backbone(recipe.backbone)
+                self.accelerator.print(model.load_backbone(recipe.backbone))
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"{error}: --backbone takes the directory or Hub id of a classifier; "
                                         '--backbone "" starts from scratch') from None  # fmt: skip
-            self.accelerator.print(f"backbone of {recipe.backbone}")
         if recipe.pretrained:
             self.accelerator.print(start_from(model, recipe.pretrained))
         model.backbone.freeze(recipe.freeze)

@@ -278,6 +278,15 @@ def test_what_is_no_backbone_is_refused() -> None:
         model.load_backbone(create_model("swin_micro", depths=(3, 2)))
 
 
+def test_a_backbone_tells_what_it_had_otherwise() -> None:
+    """Weights fit whatever comes between the layers, and would go on computing something else without a word."""
+    model = create_model("upernet_a_swin_micro")
+    assert model.load_backbone(create_model("swin_micro", num_classes=3)) == "backbone of Swin"
+    said = model.load_backbone(create_model("swin_micro", antialias=True, drop_path_rate=0.3))
+    assert said.splitlines()[1:] == ["that model has antialias=True; this one antialias=False (backbone_args "
+                                     "changes it)"]  # fmt: skip
+
+
 def test_bad_arguments_and_images_are_explained() -> None:
     """A user would be left with a shape error from the depths of the model."""
     with pytest.raises(ValueError, match="does not report two stages or more .* choose among .*'swin_tiny'"):

@@ -1,5 +1,6 @@
 """Files of weights: whole, of the right names and shapes, and finite."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,8 +9,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-__all__ = ["Entry", "check_state", "load_weights", "read_header", "without"]
+__all__ = ["Entry", "check_state", "compare_arguments", "load_weights", "read_header", "without"]
 
+REGULARISERS = re.compile(r"num_classes|.*drop.*_rate")  # arguments that a new training may well choose anew
 MAX_HEADER = 2**24  # bytes of the header of a safetensors file: several times that of our largest
 
 
@@ -86,3 +88,12 @@ def check_state(expected: Mapping[str, Tensor], state: Mapping[str, Tensor | Ent
         shown = "; ".join(problem[:100] for problem in sorted(problems)[:4])
         shown += f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise ValueError(f"{where} does not fit the model: {shown}")
+
+
+def compare_arguments(theirs: Mapping[str, Any], ours: Mapping[str, Any], setting: str) -> str:
+    """What to say where weights of a model with other arguments go on in this one, which ``setting`` may change, since
+    they may compute something else there; nothing if the arguments are the same."""
+    other = [key for key, value in theirs.items() if key in ours and value != ours[key]
+             and not REGULARISERS.fullmatch(key)]  # fmt: skip
+    there, here = (", ".join(f"{key}={known[key]}" for key in other) for known in (theirs, ours))
+    return f"\nthat model has {there}; this one {here} ({setting} changes it)" if other else ""

@@ -1,6 +1,5 @@
 """What a training run is about: model, data, loss, measurements. The loop in ``engine`` needs nothing else."""
 
-import re
 import warnings
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -20,7 +19,7 @@ from ..evaluation.evaluate import evaluate, parse_metric
 from ..models.classifier import Classifier
 from ..models.hub import CONFIG_NAME, WEIGHTS_NAME, HubModel, read_config, resolve_file
 from ..models.registry import create_model
-from ..models.weights import load_weights
+from ..models.weights import compare_arguments, load_weights
 from .checkpoints import on_main
 from .recipe import BaseRecipe, Recipe, RunOptions
 
@@ -179,9 +178,6 @@ class Classification(Task[Recipe]):
         self.preprocess.save(self.model.save_pretrained(directory, state))
 
 
-REGULARISERS = re.compile(r"num_classes|.*drop.*_rate")  # arguments that a new training may well choose anew
-
-
 def start_from(model: HubModel, source: str) -> str:
     """Load the weights of a trained model, but the last layer if it is for other classes; returns what to say of it:
     also which arguments of that model this one does not have, since they may change what the weights compute."""
@@ -193,9 +189,4 @@ def start_from(model: HubModel, source: str) -> str:
         stored = read_config(resolve_file(source, CONFIG_NAME))
     except (FileNotFoundError, EntryNotFoundError):
         return said
-    other = {key: value for key, value in stored.items() if key in model.config and value != model.config[key]
-             and not REGULARISERS.fullmatch(key)}  # fmt: skip
-    if other:
-        there, here = (", ".join(f"{key}={known[key]}" for key in other) for known in (stored, model.config))
-        said += f"\nthat model has {there}; this one {here} (--model_args changes it)"
-    return said
+    return said + compare_arguments(stored, model.config, "--model_args")
