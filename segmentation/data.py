@@ -68,7 +68,7 @@ def load_scenes(name: str, labelling: Labelling | None = None) -> tuple[PixelSpl
                           f"{path / CLASSES_NAME}, one a line, numbered from 0", stacklevel=2)  # fmt: skip
         train, test = (_read_tree(path, part, known or ADE20K) for part in ("training", "validation"))
         return _same_classes(train, test)
-    return _same_classes(load_split(path, ("train",), labelling), load_split(path, EVALUATION_SPLITS, labelling))
+    return _same_classes(load_split(path, ("train",), labelling), load_split(path, labelling.evaluated, labelling))
 
 
 def load_evaluation(name: str) -> PixelSplit:
@@ -79,7 +79,7 @@ def load_evaluation(name: str) -> PixelSplit:
         return load_scenes(name)[1]
     if (path / "images").is_dir():
         return _read_tree(path, "validation", known)
-    return load_split(path, EVALUATION_SPLITS, known)
+    return load_split(path, known.evaluated, known)
 
 
 def _named_classes(folder: Path) -> Labelling | None:
@@ -166,7 +166,7 @@ def _load_hub(name: str, labelling: Labelling) -> tuple[PixelSplit, PixelSplit]:
     datasets = import_datasets(name)
     repository, _, revision = name.partition("@")
     found = datasets.load_dataset(repository, revision=revision or None)
-    evaluation = next((split for split in ("validation", "val", "test") if split in found), None)
+    evaluation = next((split for split in labelling.evaluated if split in found), None)
     if "train" not in found or evaluation is None:
         raise ValueError(f"{name} has splits {sorted(found)}: expected train and one of {EVALUATION_SPLITS}")
     train, test = (from_dataset(found[part], f"{name} ({part})", labelling) for part in ("train", evaluation))

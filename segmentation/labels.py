@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.data.sources import EVALUATION_SPLITS
 from common.evaluation.metrics import IGNORE_INDEX
 
 __all__ = ["ADE20K", "CAMVID", "KNOWN", "Labelling"]
@@ -15,12 +16,14 @@ __all__ = ["ADE20K", "CAMVID", "KNOWN", "Labelling"]
 class Labelling:
     """What the numbers in label images mean: class c is c + ``first``, ``ignore`` and 255 do not count.
 
-    Without ``classes`` their number is found out from the labels themselves, if these are in memory.
+    Without ``classes`` their number is found out from the labels themselves, if these are in memory. The first split of
+    ``evaluated`` that is there is measured on.
     """
 
     classes: tuple[str, ...] | None = None
     ignore: tuple[int, ...] = ()
     first: int = 0
+    evaluated: tuple[str, ...] = EVALUATION_SPLITS
 
     def __call__(self, stored: np.ndarray, where: str) -> Tensor:
         """(H, W) numbers of a label image -> uint8 labels, 255 for what is ignored."""
@@ -37,7 +40,7 @@ class Labelling:
 
 
 CAMVID = Labelling(("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian",
-                    "bicyclist"), ignore=(11,))  # fmt: skip
+                    "bicyclist"), ignore=(11,), evaluated=("test", *EVALUATION_SPLITS))  # fmt: skip
 ADE20K_CLASSES = """
 wall, building, sky, floor, tree, ceiling, road, bed, windowpane, grass, cabinet, sidewalk, person, earth, door,
 table, mountain, plant, curtain, chair, car, water, painting, sofa, shelf, house, sea, mirror, rug, field,

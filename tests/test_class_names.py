@@ -14,13 +14,15 @@ import pytest
 import torch
 from conftest import ROOT
 from PIL import Image
+from segmentation_helpers import scene, write_parquet
 
 from common import from_pretrained
-from common.data.sources import load_data
+from common.data.sources import KNOWN, load_data
 from common.data.streaming import load_stream
 from common.evaluation.evaluate import main as evaluate
 from common.publishing.cards import model_card
 from common.publishing.manifest import training_runs
+from segmentation.data import load_scenes
 from segmentation.inference import pictures
 from segmentation.preprocess import ScenePreprocess
 from shiftvit.page.move import Outcome, draw_card
@@ -100,6 +102,35 @@ def test_segmentation_draws_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pictures({"a": model}, torch.zeros(1, 3, 64, 64), torch.tensor([[1, 1]]), tmp_path / "figure.png",
              preprocess=ScenePreprocess(size=(64, 64)), names=model.class_names)  # fmt: skip
     assert drawn == [["background"]]
+
+
+def test_validation_comes_before_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rule for folders, the Hub and streams: else a copy of ImageNet is refused for its test split without labels,
+    or the best model is chosen on test. CamVid's figures are of test."""
+    import datasets
+
+    buffer, counts = io.BytesIO(), {"train": 2, "test": 3, "val": 4}
+    Image.new("L", (8, 8)).save(buffer, "PNG")
+    image, label = {"bytes": buffer.getvalue(), "path": None}, datasets.ClassLabel(names=["cat"])
+    features = datasets.Features({"image": datasets.Image(), "label": label})
+    parts = datasets.DatasetDict({part: datasets.Dataset.from_dict({"image": [image] * n, "label": [0] * n}, features)
+                                  for part, n in counts.items()})  # fmt: skip
+    for part, count in counts.items():
+        parts[part].to_parquet(tmp_path / f"{part}.parquet")
+        for folder in ("scenes", "camvid"):
+            write_parquet(tmp_path / folder / f"{part}.parquet", [scene(i) for i in range(count)])
+    assert len(load_data(str(tmp_path))[1]) == len(load_stream(str(tmp_path))[1]) == 4
+    assert [len(load_scenes(str(tmp_path / folder))[1]) for folder in ("scenes", "camvid")] == [4, 3]
+
+    def load(*_: Any, split: str = "", **__: Any) -> Any:
+        return parts[split] if split else parts
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: list(parts))
+    monkeypatch.setattr("common.data.streaming.Stream", lambda *_: parts["train"])
+    monkeypatch.setattr("common.data.streaming.same_classes", lambda *splits: splits[:2])
+    monkeypatch.setitem(KNOWN, "owner/name", (2, 4, 1))
+    assert len(load_data("owner/name")[1]) == len(load_stream("owner/name")[1]) == 4
 
 
 def test_splits_have_the_same_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
 """Data sets from disk, read without any other library's loader: folders of parquet files, trees of images; and from
 the Hub.
 
-A parquet folder has ``train.parquet`` or ``train-NUMBER.parquet``, and the same of ``test``, ``validation`` or ``val``
-(also under ``data/``): the first that is there is evaluated. It has an image column (``img`` or ``image``: bytes, or a
-struct with ``bytes``) and a label column. An image tree has ``train/CLASS/FILE`` and ``val/CLASS/FILE`` (or ``test``,
-``validation``). Labels number the classes from 0, or name them: names become classes in sorted order. What an image
-shows is what a person sees of it (``decode_image``).
+A parquet folder has ``train.parquet`` or ``train-NUMBER.parquet``, and the same of ``validation``, ``val`` or ``test``
+(also under ``data/``). It has an image column (``img`` or ``image``: bytes, or a struct with ``bytes``) and a label
+column. An image tree has ``train/CLASS/FILE`` and ``val/CLASS/FILE`` (or ``validation``, ``test``). The first of these
+that is there is evaluated, here and on the Hub. Labels number the classes from 0, or name them: names become classes in
+sorted order. What an image shows is what a person sees of it (``decode_image``).
 
 Small images of one size are decoded once, into memory; others stay encoded for the loader's workers.
 """
@@ -37,7 +37,7 @@ __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LAB
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-EVALUATION_SPLITS = ("test", "validation", "val")
+EVALUATION_SPLITS = ("validation", "val", "test")  # in this order: public test splits may have no labels
 MAX_PIXELS = 90_000_000
 BACKGROUND = (255, 255, 255)  # what shows through where an image is transparent: white, as on a page
 UPRIGHT = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -113,8 +113,6 @@ def load_hub(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
     evaluation = next((split for split in EVALUATION_SPLITS if split in found), None)
     if "train" not in found or evaluation is None:
         raise ValueError(f"{name} has splits {sorted(found)}: expected train and one of {EVALUATION_SPLITS}")
-    # where the public test set has no labels, validation is what is measured
-    evaluation = "validation" if "validation" in found else evaluation
     train, test = (from_dataset(found[split], f"{name} ({split})", skip_broken) for split in ("train", evaluation))
     if repository in KNOWN:
         check_rows(name, (len(train), len(test), len(train.classes)), KNOWN[repository])

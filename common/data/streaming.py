@@ -121,7 +121,7 @@ def load_stream(name: str, skip_broken: bool = False) -> tuple[Stream, Split]:
     if not count:
         raise ValueError(f"{name} does not say how many training images it has: read it without --streaming")
     names = datasets.get_dataset_split_names(repository, revision=revision or None)
-    held_out = next((split for split in ("validation", "test", "val") if split in names), None)
+    held_out = next((split for split in EVALUATION_SPLITS if split in names), None)
     if held_out is None:
         raise ValueError(f"{name} has splits {sorted(names)}: expected train and one of {EVALUATION_SPLITS}")
     test = datasets.load_dataset(repository, revision=revision or None, split=held_out)
