@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..seeding import derive_seed
 from ..shifts import circular_shift, random_shifts, shift_and_crop, standard_shift
 
 __all__ = ["IGNORE_INDEX", "c_cons", "circular_agreement", "circular_pixel_agreement", "confusion_matrix", "mascc",
@@ -242,9 +243,9 @@ def worst_pixel_agreement(model: Model, images: Tensor, reach: int) -> Tensor:
 
 def _over_pairs(agreement: Callable[..., Tensor], model: Model, data: Data, pairs: int, seed: int,
                 **settings: Any) -> float:  # fmt: skip
-    """Percent of ``agreement`` over all images and ``pairs`` pairs of shifts each."""
+    """Percent of ``agreement`` over all images and ``pairs`` pairs of shifts each; the first is that of ``seed``."""
     return _percent(
-        agreement(model, images, index, seed=seed + pair, **settings)
+        agreement(model, images, index, seed=derive_seed(seed, pair) if pair else seed, **settings)
         for images, _, index in _batches(data)
         for pair in range(pairs)
     )
