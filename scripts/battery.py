@@ -10,6 +10,7 @@ from pathlib import Path
 
 import shiftvit
 from common.evaluation.battery import FULL, battery_of
+from common.evaluation.evaluate import CROP
 from common.evaluation.flags import count, whole
 from common.evaluation.tables import format_table
 from common.models.registry import MODEL_ARGUMENTS, parse_arguments
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=count, default=250, help="images at once (%(default)s)")
     parser.add_argument("--limit", type=count, help="use only the first images")
     parser.add_argument("--exact_images", type=count, default=1000, help="images whose bits are compared")
-    parser.add_argument("--crop", action="store_true", help="standard shifts under a centre crop, not with zeros")
+    parser.add_argument("--crop", **CROP)
     parser.add_argument("--compile", action="store_true", help="compile the model first")
     parser.add_argument("--seed", type=whole, default=0, help="of the random shifts (%(default)s)")
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)

@@ -3,6 +3,7 @@
 import json
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from conftest import ROOT, randomize
 from test_finetuning import write_tree
 from torch import nn
 
-from common import create_model
-from common.data.preprocess import Preprocess
+from common import create_model, from_pretrained
+from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import load_data
-from common.evaluation.battery import FULL, battery, metrics_of
-from common.evaluation.evaluate import evaluate
+from common.evaluation.battery import FULL, battery, battery_of, metrics_of
+from common.evaluation.evaluate import default_crop, evaluate
+from common.evaluation.evaluate import main as measure
 from common.evaluation.perturb import ShiftAverage, erased, half_pixel
 from common.evaluation.tokens import token_errors
 from swin.recipes import RECIPES
@@ -33,6 +35,25 @@ def test_a_patch_of_each_image_is_erased_and_no_more() -> None:
     assert not torch.equal(y, erased(x, index, 7, seed=4))
     assert (y == 0).any(0).any(1).all()  # anywhere: in the first and the last row
     assert (y == 0).any(0).any(2).all()
+
+
+def test_standard_shifts_are_those_of_the_training(tmp_path: Path) -> None:
+    """Else a model of ImageNet's recipe for standard shifts is measured with zeros, unless told otherwise by hand."""
+    from_pretrained(ROOT / "swin" / "checkpoints" / "swin_micro").save_pretrained(tmp_path)
+    preprocess = replace(Preprocess.load(tmp_path / PREPROCESSOR_NAME), resize=48)
+    preprocess.save(tmp_path)
+    flags = ["--model", str(tmp_path), "--limit", "90", "--metrics", "s_cons"]
+    with pytest.warns(UserWarning, match="cropped from 48 px, and standard shifts fill with zeros: --crop"):
+        zeros = measure("", flags)
+    (tmp_path / "results.json").write_text('{"settings": {"crop": true}}')
+    cropped = measure("", flags)
+    assert cropped == measure("", [*flags, "--crop"])
+    assert (zeros.get("crop"), cropped["crop"]) == (None, True)
+    assert zeros == measure("", [*flags, "--no-crop"])
+    assert zeros["s_cons"] != cropped["s_cons"]
+    found = battery_of(tmp_path, "digits", limit=90, parts=("plain",), exact_images=1)
+    assert found["s_cons"] == cropped["s_cons"]
+    assert not default_crop(tmp_path, replace(preprocess, resize=None))  # there is no room
 
 
 def test_two_half_pixels_are_one() -> None:

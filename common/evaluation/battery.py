@@ -8,7 +8,6 @@ also what averaging over 4 and 16 shifts brings. Consistency of an adaptive mode
 on and off: on, any network would be consistent.
 """
 
-import json
 import platform
 import subprocess
 import time
@@ -26,7 +25,7 @@ from ..data.preprocess import Preprocess
 from ..data.sources import load_data
 from ..data.splits import Split
 from ..models.classifier import Classifier
-from .evaluate import evaluate, load_for_evaluation
+from .evaluate import default_crop, evaluate, load_for_evaluation, read_training
 from .exactness import PRECISIONS, count_identical
 from .flags import check_precision
 from .perturb import ShiftAverage
@@ -101,7 +100,7 @@ def first(split: Split, count: int, preprocess: Preprocess, device: torch.device
 
 def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = None, compile: bool = False,
                limit: int | None = None, target: Path | None = None, arguments: Mapping[str, Any] | None = None,
-               **options: Any) -> dict[str, Any]:  # fmt: skip
+               crop: bool | None = None, **options: Any) -> dict[str, Any]:  # fmt: skip
     """``battery`` of a trained model by its directory or Hub id, with what its training wrote beside it (recipe,
     settings, seed, seconds); written to ``target``, a figure of token errors beside that."""
     accelerator = check_precision(Accelerator(mixed_precision=mixed_precision))
@@ -110,14 +109,14 @@ def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = N
     if not isinstance(model, Classifier):
         raise ValueError(f"{source} is not one of our classifiers: the battery needs their layers")
     model.eval().to(accelerator.device)
-    trained = Path(source) / "results.json"
-    known = json.loads(trained.read_text()) if trained.exists() else {"model": str(source)}
+    known = read_training(source) or {"model": str(source)}
     compiled, figure = torch.compile(model) if compile else None, target and target.with_suffix(".png")
 
     def report(results: dict[str, Any]) -> None:
         if target is not None:
             write_json(target, {**known, **results})
 
+    options["crop"] = default_crop(source, preprocess) if crop is None else crop
     options = {**options, "accelerator": accelerator, "compiled": compiled, "figure": figure, "report": report}
     return {**known, **battery(model, split, preprocess, **options)}
 

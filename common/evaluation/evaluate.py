@@ -1,11 +1,13 @@
 """One evaluation for all classifiers: counts over a split, gathered over processes without counting padding twice."""
 
 import argparse
+import json
 import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from .metrics import circular_agreement, predict, standard_agreement, worst_agre
 from .perturb import PERTURBATIONS, ShiftAverage
 from .tables import format_table, precision_name, write_json
 
-__all__ = ["METRICS", "evaluate", "from_timm", "main"]
+__all__ = ["CROP", "METRICS", "default_crop", "evaluate", "from_timm", "main", "read_training"]
 
 METRICS = (
     "top1, c_cons, s_cons; c_cons@K, s_cons@K for shifts up to K px, c_cons@K/N for multiples of N px among them; "
@@ -36,6 +38,8 @@ METRICS = (
     "images: top1:erased@N (a patch of up to N px), c_cons:flipped, top1:half (moved by half a pixel); kept:half: "
     "share of images that keep their label"
 )
+CROP: Any = {"action": argparse.BooleanOptionalAction, "help": "standard shifts under a centre crop, not with zeros; "
+             "if not given, as in the training of the model"}  # fmt: skip
 METRIC = re.compile(
     r"(?P<kind>top1|c_cons|s_cons|c_cons_near|c_cons_worst|kept)(?:@(?P<reach>\d+))?(?:(?<=\d)/(?P<step>[1-9]\d*))?"
     r"(?::(?P<change>erased|flipped|half)(?:@(?P<amount>\d+))?)?"
@@ -129,7 +133,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser.add_argument("--batch_size", type=count, default=64, help="images at once, per process")
     parser.add_argument("--seed", type=whole, default=0, help="of the random shifts")
     parser.add_argument("--limit", type=count, help="use only the first images")
-    parser.add_argument("--crop", action="store_true", help="standard shifts under a centre crop, not with zeros")
+    parser.add_argument("--crop", **CROP)
     parser.add_argument("--resize", type=count, help="side before the centre crop, if not the model's own")
     parser.add_argument("--dataloader_num_workers", type=whole, default=min(8, os.cpu_count() or 1),
                         help="processes that decode large images")  # fmt: skip
@@ -150,13 +154,15 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     model, preprocess = load_for_evaluation(
         args.model, len(split.classes), args.resize, **parse_arguments(args.model_args)
     )
+    crop = default_crop(args.model, preprocess, args.metrics) if args.crop is None else args.crop
     compare_names(getattr(model, "class_names", ()), split.classes)
     model = ShiftAverage(model, args.average_shifts) if args.average_shifts > 1 else model
     model.eval().to(accelerator.device)
     measured = evaluate(model, split, preprocess, args.metrics, accelerator=accelerator, batch_size=args.batch_size,
-                        seed=args.seed, crop=args.crop, workers=args.dataloader_num_workers)  # fmt: skip
+                        seed=args.seed, crop=crop, workers=args.dataloader_num_workers)  # fmt: skip
     facts = {key: getattr(model, key) for key in ("adaptive", "canonical") if hasattr(model, key)}
     facts |= {"average_shifts": args.average_shifts**2} if args.average_shifts > 1 else {}
+    facts |= {"crop": True} if crop else {}
     results = {"model": args.model, **facts, "data": args.data, **measured, "precision": accelerator.mixed_precision,
                "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
     if accelerator.is_main_process:
@@ -165,6 +171,23 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
             write_json(args.json, results)
     accelerator.end_training()  # else processes that still talk to each other may abort at exit
     return results
+
+
+def read_training(source: str | Path) -> dict[str, Any]:
+    """The ``results.json`` that training wrote beside a model; nothing where there is none."""
+    path = Path(source) / "results.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def default_crop(source: str | Path, preprocess: Preprocess, metrics: Sequence[str] = ("s_cons",)) -> bool:
+    """Whether standard shifts of a model's images go under their centre crop, where no flag says: as in its training. A
+    warning says so where that is not known."""
+    crop = read_training(source).get("settings", {}).get("crop")
+    if crop is None and preprocess.resize and any(name.startswith("s_cons") for name in metrics):
+        warnings.warn(f"images of {source} are cropped from {preprocess.resize} px, and standard shifts fill with "
+                      "zeros: --crop shifts them under the crop, as on ImageNet", stacklevel=3)  # fmt: skip
+    return bool(crop and preprocess.resize)
 
 
 def compare_names(names: tuple[str, ...], classes: tuple[str, ...]) -> None:
