@@ -3,44 +3,34 @@
 Optimizer and schedule are the original's (AdamW, weight decay 0.05, no clipping, cosine decay after 5 of 300 epochs of
 warm-up, learning rate 2.5e-4 per GPU of 256 images), drop path 0.1 at the end of the last stage.
 
-Mixup of 0.8 and cutmix of 1.0 are the original's. On CIFAR, and on ImageNet under circular shifts, they are our choice:
-the paper's table of that preprocessing (tab. supp_class_aug_circular) names a flip and nothing else. What they are
-worth was not measured.
-
 The original multiplies its learning rate by the number of GPUs, whatever the batch, and leaves the first, 1e-6, and
 the last, 1e-5, as they are: on CIFAR, two GPUs give 5e-4. By the images of a batch it would be 9.4e-5, which is worse:
 in 10 epochs CvT-13 reaches 74.9 % at 5e-4, 67.7 % at 9.4e-5.
+
+What all architectures share, such as images and augmentation, is in ``common.training.rows``.
 """
 
 from dataclasses import replace
 
-from common.training.recipe import MINI, PAPER, Recipe
+from common.training import rows
 
-DIGITS = Recipe(model="a_cvt_micro", data="digits", epochs=50, batch_size=64, lr=2e-3, lr_batch=64, warmup_epochs=5,
-                warmup_lr=1e-5, min_lr=1e-5, label_smoothing=0.1, mean=(0.0, 0.0, 0.0), std=(0.35, 0.35, 0.35),
-                rotate=10.0, scale=0.1)  # fmt: skip
+DIGITS = replace(rows.DIGITS, model="a_cvt_micro", epochs=50, lr=2e-3, warmup_epochs=5)
 """Embedded digits, for a laptop: 50 epochs x 22 steps of 64 images, one process.
 
 ``accelerate launch cvt/train.py``
 """
 
-CIFAR10_MINI = replace(MINI, model="a_cvt_mini")
+CIFAR10_MINI = replace(rows.MINI, model="a_cvt_mini")
 """CIFAR-10 at its own 32 px, a small model of photographs: 100 epochs of 195 steps, minutes on a large GPU.
 
 ``accelerate launch cvt/train.py --recipe cifar10_mini``
 """
 
-CIFAR10 = Recipe(model="a_cvt_13", data="uoft-cs/cifar10", epochs=100, batch_size=96, lr=5e-4, lr_batch=0,
-                 warmup_epochs=5 / 3, warmup_lr=1e-6, min_lr=1e-5, clip_grad=0.0, label_smoothing=0.1, resize=256,
-                 flip=True, mixup=0.8, cutmix=1.0,
-                 model_args=PAPER,
-                 target={"top1": 93.87, "c_cons": 100.0, "s_cons": 96.47})  # fmt: skip
+CIFAR10 = replace(rows.CIFAR10, model="a_cvt_13", lr=5e-4, lr_batch=0, warmup_epochs=5 / 3, warmup_lr=1e-6, min_lr=1e-5,
+                  clip_grad=0.0, target={"top1": 93.87, "c_cons": 100.0, "s_cons": 96.47})  # fmt: skip
 """CIFAR-10, circular and standard shifts (tab. class_cifar): 93.87 % top-1, 100.00 % C-Cons; 93.71 %, 96.47 % S-Cons.
 
-Two GPUs x 48 images, 100 epochs, five seeds; the original's 5 warm-up epochs of 300 become 1.7 of 100. Images are
-resized to 256 and cropped to 224 at the centre; augmentation is a horizontal flip (tab. supp_class_aug_circular). The
-supplement says so of all experiments on CIFAR; the section on standard shifts says default augmentation, and its top-1
-are those of other trainings. We train once, for both columns. Resizing is bilinear.
+Two GPUs x 48 images, 100 epochs, five seeds; the original's 5 warm-up epochs of 300 become 1.7 of 100.
 
 ``accelerate launch --num_processes 2 cvt/train.py --recipe cifar10``
 """
@@ -50,7 +40,7 @@ CIFAR10_DEFAULT = replace(CIFAR10, model="cvt_13", model_args={"padding_mode": "
 """CIFAR-10, default model: 90.06 % top-1, 75.80 % C-Cons; 90.05 %, 84.66 % S-Cons.
 The default model pads circularly, too, as all models do in the paper's circular setting."""
 
-CIFAR10_OURS = replace(CIFAR10, model_args={}, target={})
+CIFAR10_OURS = replace(CIFAR10, **rows.OURS)
 """CIFAR-10 with our own default score (``docs/scores.md``), which kernels take: as exact, and faster."""
 
 CIFAR100 = replace(CIFAR10, data="uoft-cs/cifar100",
@@ -75,22 +65,19 @@ CIFAR10_ADAPTED_10 = replace(CIFAR10_ADAPTED, epochs=10, target={"top1": 91.72, 
 """The same after 10 epochs. Without fine-tuning: ``python cvt/evaluate.py --model outputs/cifar10_default --data
 uoft-cs/cifar10 --model_args adaptive=true``."""
 
-CIFAR10_ADAPTED_OURS = replace(CIFAR10_ADAPTED, model_args={}, target={})
+CIFAR10_ADAPTED_OURS = replace(CIFAR10_ADAPTED, **rows.OURS)
 """20 epochs with our own default score, which is what ``adapt`` gives."""
 
 CIFAR10_ADAPTED_OURS_10 = replace(CIFAR10_ADAPTED_OURS, epochs=10)
 """The same after 10 epochs."""
 
-IMAGENET = Recipe(model="a_cvt_13", data="ILSVRC/imagenet-1k", epochs=300, batch_size=2048, lr=2.5e-4, lr_batch=256,
-                  warmup_epochs=5, warmup_lr=1e-6 / 8, min_lr=1e-5 / 8, clip_grad=0.0, label_smoothing=0.1,
-                  resize=256, flip=True, mixup=0.8, cutmix=1.0, metrics=("top1", "c_cons"),
-                  model_args=PAPER,
-                  target={"top1": 77.05, "c_cons": 100.0})  # fmt: skip
+IMAGENET = replace(rows.IMAGENET, model="a_cvt_13", batch_size=2048, lr=2.5e-4, lr_batch=256, warmup_epochs=5,
+                   warmup_lr=1e-6 / 8, min_lr=1e-5 / 8, clip_grad=0.0,
+                   target={"top1": 77.05, "c_cons": 100.0})  # fmt: skip
 """ImageNet, circular shifts (tab. class_imagenet): 77.05 % top-1, 100.00 % C-Cons.
 
 Eight A100 x 256 images = 2048, learning rate 2.5e-4 x 2048/256 = 2e-3, from 1e-6 at the start to 1e-5 at the end (both
-stated for 256 images), 300 epochs, one seed. Images are resized to 256 x 256 and cropped to 224 at the centre;
-augmentation is a horizontal flip (tab. supp_class_aug_circular).
+stated for 256 images), 300 epochs, one seed.
 
 ``accelerate launch --config_file scripts/accelerate/eight_gpus.yaml cvt/train.py --recipe imagenet``
 """
@@ -100,13 +87,8 @@ IMAGENET_DEFAULT = replace(IMAGENET, model="cvt_13", model_args={"padding_mode":
 """ImageNet, circular shifts, default model: 77.01 % top-1, 86.87 % C-Cons.
 The default model pads circularly, too, as all models do in the paper's circular setting."""
 
-IMAGENET_STANDARD = replace(IMAGENET, rand_augment="rand-m9-mstd0.5-inc1", erase=0.25,
-                            crop=True, metrics=("top1", "s_cons"), target={"top1": 81.48, "s_cons": 93.41})  # fmt: skip
+IMAGENET_STANDARD = replace(IMAGENET, **rows.STANDARD, target={"top1": 81.48, "s_cons": 93.41})
 """ImageNet, standard shifts (tab. class_imagenet): 81.48 % top-1, 93.41 % S-Cons.
-
-The size as above, no random crop, then a flip, RandAugment and random erasing (tab. supp_class_aug_standard_cvt).
-RandAugment is timm's, which has one operation more than the paper lists, SolarizeAdd.
-S-Cons shifts the 256 x 256 image under the centre crop.
 
 ``accelerate launch --config_file scripts/accelerate/eight_gpus.yaml cvt/train.py --recipe imagenet_standard``
 """
@@ -115,31 +97,11 @@ IMAGENET_STANDARD_DEFAULT = replace(IMAGENET_STANDARD, model="cvt_13",
                                     model_args={}, target={"top1": 81.59, "s_cons": 92.8})  # fmt: skip
 """ImageNet, standard shifts, default model with zeros at the border, as it was made: 81.59 % top-1, 92.80 % S-Cons."""
 
-PHOTOGRAPHS = replace(IMAGENET_STANDARD, data="", epochs=100, batch_size=64, warmup_epochs=5, model_args={}, target={},
-                      metrics=("top1", "c_cons", "s_cons"))  # fmt: skip
-"""Photographs of your own, of any size: the tiny model at 224 px, with ImageNet's mean and std, a flip, RandAugment,
-erasing, mixup and cutmix.
-
-One GPU, 100 epochs, batches of 64. Few photographs need weights to start from: ``--pretrained``.
+PHOTOGRAPHS = replace(IMAGENET_STANDARD, **rows.PHOTOGRAPHS)
+"""Photographs of your own, of any size: the tiny model at 224 px (``rows.PHOTOGRAPHS``). One GPU, 100
+epochs, batches of 64.
 
 ``accelerate launch cvt/train.py --recipe photographs --data DIR``
 """
 
-RECIPES = {
-    "digits": DIGITS,
-    "photographs": PHOTOGRAPHS,
-    "cifar10_mini": CIFAR10_MINI,
-    "cifar10": CIFAR10,
-    "cifar10_default": CIFAR10_DEFAULT,
-    "cifar10_ours": CIFAR10_OURS,
-    "cifar100": CIFAR100,
-    "cifar100_default": CIFAR100_DEFAULT,
-    "cifar10_adapted": CIFAR10_ADAPTED,
-    "cifar10_adapted_10": CIFAR10_ADAPTED_10,
-    "cifar10_adapted_ours": CIFAR10_ADAPTED_OURS,
-    "cifar10_adapted_ours_10": CIFAR10_ADAPTED_OURS_10,
-    "imagenet": IMAGENET,
-    "imagenet_default": IMAGENET_DEFAULT,
-    "imagenet_standard": IMAGENET_STANDARD,
-    "imagenet_standard_default": IMAGENET_STANDARD_DEFAULT,
-}
+RECIPES = rows.recipes_in(globals())

@@ -8,6 +8,7 @@ the classifier, ``--backbone ""`` starts from scratch.
 
 from dataclasses import replace
 
+from common.training.rows import recipes_in
 from segmentation.task import SegmentationRecipe
 
 DIGITS = SegmentationRecipe(model="upernet_a_swin_micro", data="digits", epochs=8, batch_size=8, lr=2e-3, lr_batch=0,
@@ -108,16 +109,4 @@ ADE20K_STANDARD_V2_DEFAULT = replace(ADE20K_STANDARD_DEFAULT, model="upernet_swi
                                      target={"miou": 44.26, "massc": 93.23})  # fmt: skip
 """ADE20K, standard shifts, SwinV2-T: 44.26 % mIoU, 93.23 % mASSC."""
 
-RECIPES = {
-    "digits": DIGITS,
-    "photographs": PHOTOGRAPHS,
-    "camvid": CAMVID,
-    "ade20k": ADE20K,
-    "ade20k_default": ADE20K_DEFAULT,
-    "ade20k_v2": ADE20K_V2,
-    "ade20k_v2_default": ADE20K_V2_DEFAULT,
-    "ade20k_standard": ADE20K_STANDARD,
-    "ade20k_standard_default": ADE20K_STANDARD_DEFAULT,
-    "ade20k_standard_v2": ADE20K_STANDARD_V2,
-    "ade20k_standard_v2_default": ADE20K_STANDARD_V2_DEFAULT,
-}
+RECIPES = recipes_in(globals())

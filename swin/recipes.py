@@ -3,33 +3,27 @@
 Optimizer and schedule are the original's (AdamW, weight decay 0.05, betas 0.9/0.999, clipping at 5, cosine decay after
 20 of 300 epochs of warm-up, learning rate 5e-4 x batch / 512), drop path 0.2 for tiny.
 
-Mixup of 0.8 and cutmix of 1.0 are the original's. On CIFAR, and on ImageNet under circular shifts, they are our choice:
-the paper's table of that preprocessing (tab. supp_class_aug_circular) names a flip and nothing else. What they are
-worth was not measured.
-
 By the original's rule the learning rate on CIFAR is 5e-4 x 96 / 512 = 9.4e-5. Larger ones are no better: in 15 epochs
 Swin-T reaches 74.5 % at 9.4e-5, 74.2 % at 2.5e-4 and 66.0 % at 5e-4.
 
 The paper has two sizes for CIFAR. Its table resizes 32 px to 256 and crops 224, as we do. Its text on erased patches
 and on long shifts resizes to 224 and counts 28 px as 4 of the original; ``--resize 224`` does that. We did not compare.
+
+What all architectures share, such as images and augmentation, is in ``common.training.rows``.
 """
 
 from dataclasses import replace
 
-from common.training.recipe import MINI, PAPER, Recipe
+from common.training import rows
+from common.training.rows import PAPER
 
-DIGITS = Recipe(model="a_swin_micro", data="digits", epochs=75, batch_size=64, lr=2e-3, lr_batch=64, warmup_epochs=6,
-                warmup_lr=1e-5, min_lr=1e-5, label_smoothing=0.1, mean=(0.0, 0.0, 0.0), std=(0.35, 0.35, 0.35),
-                rotate=10.0, scale=0.1)  # fmt: skip
+DIGITS = replace(rows.DIGITS, model="a_swin_micro", epochs=75, lr=2e-3, warmup_epochs=6)
 """Embedded digits, for a laptop: 75 epochs x 22 steps of 64 images, one process.
-
-The black background is zero after normalisation: what an anchor weighs is the digit, and what a standard shift brings
-in is more background.
 
 ``accelerate launch swin/train.py``
 """
 
-CIFAR10_MINI = replace(MINI, model="a_swin_mini")
+CIFAR10_MINI = replace(rows.MINI, model="a_swin_mini")
 """CIFAR-10 at its own 32 px, a small model of photographs: 100 epochs of 195 steps, minutes on a large GPU.
 
 ``accelerate launch swin/train.py --recipe cifar10_mini``
@@ -38,17 +32,11 @@ CIFAR10_MINI = replace(MINI, model="a_swin_mini")
 CIFAR10_MINI_DEFAULT = replace(CIFAR10_MINI, model="swin_mini")
 """The same, default model."""
 
-CIFAR10 = Recipe(model="a_swin_tiny", data="uoft-cs/cifar10", epochs=100, batch_size=96, lr=5e-4, lr_batch=512,
-                 warmup_epochs=20 / 3, warmup_lr=5e-7, min_lr=5e-6, label_smoothing=0.1, drop_path=0.2, resize=256,
-                 flip=True, mixup=0.8, cutmix=1.0,
-                 model_args=PAPER,
-                 target={"top1": 93.39, "c_cons": 99.99, "s_cons": 96.0})  # fmt: skip
+CIFAR10 = replace(rows.CIFAR10, model="a_swin_tiny", lr=5e-4, lr_batch=512, warmup_epochs=20 / 3, warmup_lr=5e-7,
+                  min_lr=5e-6, drop_path=0.2, target={"top1": 93.39, "c_cons": 99.99, "s_cons": 96.0})  # fmt: skip
 """CIFAR-10, circular and standard shifts (tab. class_cifar): 93.39 % top-1, 99.99 % C-Cons; 93.50 %, 96.00 % S-Cons.
 
-Two GPUs x 48 images, 100 epochs, five seeds; the original's 20 warm-up epochs of 300 become 6.7 of 100. Images are
-resized to 256 and cropped to 224 at the centre; augmentation is a horizontal flip (tab. supp_class_aug_circular). The
-supplement says so of all experiments on CIFAR; the section on standard shifts says default augmentation, and its top-1
-are those of other trainings. We train once, for both columns. Resizing is bilinear.
+Two GPUs x 48 images, 100 epochs, five seeds; the original's 20 warm-up epochs of 300 become 6.7 of 100.
 
 ``accelerate launch --num_processes 2 swin/train.py --recipe cifar10``
 """
@@ -69,7 +57,7 @@ CIFAR10_AUGMENTED = replace(CIFAR10_DEFAULT, circular=True, target={"top1": 92.3
 """CIFAR-10, default model trained on circular shifts ("Swin-T DA", tab. supp_ood_patches at max = 0): 92.32 % top-1,
 94.30 % C-Cons."""
 
-CIFAR10_OURS = replace(CIFAR10, model_args={}, target={})
+CIFAR10_OURS = replace(CIFAR10, **rows.OURS)
 """CIFAR-10 with our own default score (``docs/scores.md``), which kernels take: as exact, and faster."""
 
 CIFAR10_MODULES = replace(CIFAR10, model_args={**PAPER, "canonical": False}, target={"top1": 93.39, "c_cons": 100.0})
@@ -109,15 +97,11 @@ DIGITS_STUDY = {
 ``accelerate launch swin/train.py --recipe digits_modules``
 """
 
-IMAGENET = Recipe(model="a_swin_tiny", data="ILSVRC/imagenet-1k", epochs=300, batch_size=1024, lr=5e-4, lr_batch=512,
-                  warmup_epochs=20, warmup_lr=5e-7, min_lr=5e-6, clip_grad=5.0, drop_path=0.2, label_smoothing=0.1,
-                  resize=256, flip=True, mixup=0.8, cutmix=1.0, metrics=("top1", "c_cons"),
-                  model_args=PAPER,
-                  target={"top1": 79.35, "c_cons": 99.98})  # fmt: skip
+IMAGENET = replace(rows.IMAGENET, model="a_swin_tiny", batch_size=1024, lr=5e-4, lr_batch=512, warmup_epochs=20,
+                   warmup_lr=5e-7, min_lr=5e-6, drop_path=0.2, target={"top1": 79.35, "c_cons": 99.98})  # fmt: skip
 """ImageNet, circular shifts (tab. class_imagenet): 79.35 % top-1, 99.98 % C-Cons.
 
-Eight A100 x 128 images = 1024, learning rate 5e-4 x 1024/512 = 1e-3, 300 epochs, one seed. Images are resized to
-256 x 256 and cropped to 224 at the centre; augmentation is a horizontal flip (tab. supp_class_aug_circular).
+Eight A100 x 128 images = 1024, learning rate 5e-4 x 1024/512 = 1e-3, 300 epochs, one seed.
 
 ``accelerate launch --config_file scripts/accelerate/eight_gpus.yaml swin/train.py --recipe imagenet``
 """
@@ -126,13 +110,8 @@ IMAGENET_DEFAULT = replace(IMAGENET, model="swin_tiny",
                            model_args={}, target={"top1": 78.5, "c_cons": 86.68})  # fmt: skip
 """ImageNet, circular shifts, default model: 78.50 % top-1, 86.68 % C-Cons."""
 
-IMAGENET_STANDARD = replace(IMAGENET, rand_augment="rand-m9-mstd0.5-inc1", erase=0.25,
-                            crop=True, metrics=("top1", "s_cons"), target={"top1": 81.6, "s_cons": 93.24})  # fmt: skip
+IMAGENET_STANDARD = replace(IMAGENET, **rows.STANDARD, target={"top1": 81.6, "s_cons": 93.24})
 """ImageNet, standard shifts (tab. class_imagenet): 81.60 % top-1, 93.24 % S-Cons.
-
-The size as above, no random crop, then a flip, RandAugment and random erasing (tab. supp_class_aug_standard_swin).
-RandAugment is timm's, which has one operation more than the paper lists, SolarizeAdd.
-S-Cons shifts the 256 x 256 image under the centre crop.
 
 ``accelerate launch --config_file scripts/accelerate/eight_gpus.yaml swin/train.py --recipe imagenet_standard``
 """
@@ -141,36 +120,11 @@ IMAGENET_STANDARD_DEFAULT = replace(IMAGENET_STANDARD, model="swin_tiny",
                                     model_args={}, target={"top1": 81.18, "s_cons": 92.41})  # fmt: skip
 """ImageNet, standard shifts, default model: 81.18 % top-1, 92.41 % S-Cons."""
 
-PHOTOGRAPHS = replace(IMAGENET_STANDARD, data="", epochs=100, batch_size=64, warmup_epochs=5, model_args={}, target={},
-                      metrics=("top1", "c_cons", "s_cons"))  # fmt: skip
-"""Photographs of your own, of any size: the tiny model at 224 px, with ImageNet's mean and std, a flip, RandAugment,
-erasing, mixup and cutmix.
-
-One GPU, 100 epochs, batches of 64. Few photographs need weights to start from: ``--pretrained``.
+PHOTOGRAPHS = replace(IMAGENET_STANDARD, **rows.PHOTOGRAPHS)
+"""Photographs of your own, of any size: the tiny model at 224 px (``rows.PHOTOGRAPHS``). One GPU, 100
+epochs, batches of 64.
 
 ``accelerate launch swin/train.py --recipe photographs --data DIR``
 """
 
-RECIPES = {
-    "digits": DIGITS,
-    **DIGITS_STUDY,
-    "photographs": PHOTOGRAPHS,
-    "cifar10_mini": CIFAR10_MINI,
-    "cifar10_mini_default": CIFAR10_MINI_DEFAULT,
-    "cifar10": CIFAR10,
-    "cifar10_default": CIFAR10_DEFAULT,
-    "cifar100": CIFAR100,
-    "cifar100_default": CIFAR100_DEFAULT,
-    "cifar10_augmented": CIFAR10_AUGMENTED,
-    "cifar10_ours": CIFAR10_OURS,
-    "cifar10_modules": CIFAR10_MODULES,
-    "cifar10_no_token": CIFAR10_NO_TOKEN,
-    "cifar10_no_window": CIFAR10_NO_WINDOW,
-    "cifar10_no_merge": CIFAR10_NO_MERGE,
-    "cifar10_canonical": CIFAR10_CANONICAL,
-    "cifar10_antialiased": CIFAR10_ANTIALIASED,
-    "imagenet": IMAGENET,
-    "imagenet_default": IMAGENET_DEFAULT,
-    "imagenet_standard": IMAGENET_STANDARD,
-    "imagenet_standard_default": IMAGENET_STANDARD_DEFAULT,
-}
+RECIPES = rows.recipes_in(globals()) | DIGITS_STUDY

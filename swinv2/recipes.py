@@ -3,40 +3,32 @@
 Optimizer and schedule are the original's (AdamW, weight decay 0.05, betas 0.9/0.999, clipping at 5, cosine decay after
 20 of 300 epochs of warm-up, learning rate 5e-4 x batch / 512), drop path 0.2 for tiny.
 
-Mixup of 0.8 and cutmix of 1.0 are the original's. On CIFAR, and on ImageNet under circular shifts, they are our choice:
-the paper's table of that preprocessing (tab. supp_class_aug_circular) names a flip and nothing else. What they are
-worth was not measured.
+What all architectures share, such as images and augmentation, is in ``common.training.rows``.
 """
 
 from dataclasses import replace
 
-from common.training.recipe import MINI, PAPER, Recipe
+from common.training import rows
 
-DIGITS = Recipe(model="a_swinv2_micro", data="digits", epochs=60, batch_size=64, lr=4e-3, lr_batch=64, warmup_epochs=5,
-                warmup_lr=1e-5, min_lr=1e-5, label_smoothing=0.1, mean=(0.0, 0.0, 0.0), std=(0.35, 0.35, 0.35),
-                rotate=10.0, scale=0.1)  # fmt: skip
+DIGITS = replace(rows.DIGITS, model="a_swinv2_micro", epochs=60, lr=4e-3, warmup_epochs=5)
 """Embedded digits, for a laptop: 60 epochs x 22 steps of 64 images, one process.
 
 ``accelerate launch swinv2/train.py``
 """
 
-CIFAR10_MINI = replace(MINI, model="a_swinv2_mini")
+CIFAR10_MINI = replace(rows.MINI, model="a_swinv2_mini")
 """CIFAR-10 at its own 32 px, a small model of photographs: 100 epochs of 195 steps, minutes on a large GPU.
 
 ``accelerate launch swinv2/train.py --recipe cifar10_mini``
 """
 
-CIFAR10 = Recipe(model="a_swinv2_tiny", data="uoft-cs/cifar10", epochs=100, batch_size=96, lr=5e-4, lr_batch=512,
-                 warmup_epochs=20 / 3, warmup_lr=5e-7, min_lr=5e-6, label_smoothing=0.1, drop_path=0.2, resize=292,
-                 flip=True, mixup=0.8, cutmix=1.0,
-                 model_args=PAPER,
-                 target={"top1": 91.64, "c_cons": 99.99, "s_cons": 95.81})  # fmt: skip
+CIFAR10 = replace(rows.CIFAR10, model="a_swinv2_tiny", lr=5e-4, lr_batch=512, warmup_epochs=20 / 3, warmup_lr=5e-7,
+                  min_lr=5e-6, drop_path=0.2, resize=292,
+                  target={"top1": 91.64, "c_cons": 99.99, "s_cons": 95.81})  # fmt: skip
 """CIFAR-10, circular and standard shifts (tab. class_cifar): 91.64 % top-1, 99.99 % C-Cons; 91.91 %, 95.81 % S-Cons.
 
 Two GPUs x 48 images, 100 epochs, five seeds; the original's 20 warm-up epochs of 300 become 6.7 of 100. Images are
-resized to 292 and cropped to 256 at the centre; augmentation is a horizontal flip (tab. supp_class_aug_circular). The
-supplement says so of all experiments on CIFAR; the section on standard shifts says default augmentation, and its top-1
-are those of other trainings. We train once, for both columns. Resizing is bilinear.
+resized to 292 and cropped to 256.
 
 ``accelerate launch --num_processes 2 swinv2/train.py --recipe cifar10``
 """
@@ -45,7 +37,7 @@ CIFAR10_DEFAULT = replace(CIFAR10, model="swinv2_tiny",
                           model_args={}, target={"top1": 89.08, "c_cons": 89.16, "s_cons": 91.68})  # fmt: skip
 """CIFAR-10, default model: 89.08 % top-1, 89.16 % C-Cons; 89.08 %, 91.68 % S-Cons."""
 
-CIFAR10_OURS = replace(CIFAR10, model_args={}, target={})
+CIFAR10_OURS = replace(CIFAR10, **rows.OURS)
 """CIFAR-10 with our own default score (``docs/scores.md``), which kernels take: as exact, and faster."""
 
 CIFAR100 = replace(CIFAR10, data="uoft-cs/cifar100",
@@ -56,15 +48,12 @@ CIFAR100_DEFAULT = replace(CIFAR10_DEFAULT, data="uoft-cs/cifar100",
                            target={"top1": 69.78, "c_cons": 75.23, "s_cons": 80.42})  # fmt: skip
 """CIFAR-100, default model: 69.78 % top-1, 75.23 % C-Cons; 69.67 %, 80.42 % S-Cons."""
 
-IMAGENET = Recipe(model="a_swinv2_tiny", data="ILSVRC/imagenet-1k", epochs=300, batch_size=1024, lr=5e-4, lr_batch=512,
-                  warmup_epochs=20, warmup_lr=5e-7, min_lr=5e-6, clip_grad=5.0, drop_path=0.2, label_smoothing=0.1,
-                  resize=292, flip=True, mixup=0.8, cutmix=1.0, metrics=("top1", "c_cons"),
-                  model_args=PAPER,
-                  target={"top1": 79.91, "c_cons": 99.98})  # fmt: skip
+IMAGENET = replace(rows.IMAGENET, model="a_swinv2_tiny", batch_size=1024, lr=5e-4, lr_batch=512, warmup_epochs=20,
+                   warmup_lr=5e-7, min_lr=5e-6, drop_path=0.2, resize=292,
+                   target={"top1": 79.91, "c_cons": 99.98})  # fmt: skip
 """ImageNet, circular shifts (tab. class_imagenet): 79.91 % top-1, 99.98 % C-Cons.
 
-Eight A100 x 128 images = 1024, learning rate 5e-4 x 1024/512 = 1e-3, 300 epochs, one seed. Images are resized to
-292 x 292 and cropped to 256 at the centre; augmentation is a horizontal flip (tab. supp_class_aug_circular).
+Eight A100 x 128 images = 1024, learning rate 5e-4 x 1024/512 = 1e-3, 300 epochs, one seed.
 
 ``accelerate launch --config_file scripts/accelerate/eight_gpus.yaml swinv2/train.py --recipe imagenet``
 """
@@ -73,13 +62,8 @@ IMAGENET_DEFAULT = replace(IMAGENET, model="swinv2_tiny",
                            model_args={}, target={"top1": 78.95, "c_cons": 87.68})  # fmt: skip
 """ImageNet, circular shifts, default model: 78.95 % top-1, 87.68 % C-Cons."""
 
-IMAGENET_STANDARD = replace(IMAGENET, rand_augment="rand-m9-mstd0.5-inc1", erase=0.25,
-                            crop=True, metrics=("top1", "s_cons"), target={"top1": 82.1, "s_cons": 94.04})  # fmt: skip
+IMAGENET_STANDARD = replace(IMAGENET, **rows.STANDARD, target={"top1": 82.1, "s_cons": 94.04})
 """ImageNet, standard shifts (tab. class_imagenet): 82.10 % top-1, 94.04 % S-Cons.
-
-The size as above, no random crop, then a flip, RandAugment and random erasing (tab. supp_class_aug_standard_swin).
-RandAugment is timm's, which has one operation more than the paper lists, SolarizeAdd.
-S-Cons shifts the 292 x 292 image under the centre crop.
 
 ``accelerate launch --config_file scripts/accelerate/eight_gpus.yaml swinv2/train.py --recipe imagenet_standard``
 """
@@ -88,27 +72,11 @@ IMAGENET_STANDARD_DEFAULT = replace(IMAGENET_STANDARD, model="swinv2_tiny",
                                     model_args={}, target={"top1": 81.76, "s_cons": 93.24})  # fmt: skip
 """ImageNet, standard shifts, default model: 81.76 % top-1, 93.24 % S-Cons."""
 
-PHOTOGRAPHS = replace(IMAGENET_STANDARD, data="", epochs=100, batch_size=64, warmup_epochs=5, model_args={}, target={},
-                      metrics=("top1", "c_cons", "s_cons"))  # fmt: skip
-"""Photographs of your own, of any size: the tiny model at 256 px, with ImageNet's mean and std, a flip, RandAugment,
-erasing, mixup and cutmix.
-
-One GPU, 100 epochs, batches of 64. Few photographs need weights to start from: ``--pretrained``.
+PHOTOGRAPHS = replace(IMAGENET_STANDARD, **rows.PHOTOGRAPHS)
+"""Photographs of your own, of any size: the tiny model at 256 px (``rows.PHOTOGRAPHS``). One GPU, 100
+epochs, batches of 64.
 
 ``accelerate launch swinv2/train.py --recipe photographs --data DIR``
 """
 
-RECIPES = {
-    "digits": DIGITS,
-    "photographs": PHOTOGRAPHS,
-    "cifar10_mini": CIFAR10_MINI,
-    "cifar10": CIFAR10,
-    "cifar10_default": CIFAR10_DEFAULT,
-    "cifar10_ours": CIFAR10_OURS,
-    "cifar100": CIFAR100,
-    "cifar100_default": CIFAR100_DEFAULT,
-    "imagenet": IMAGENET,
-    "imagenet_default": IMAGENET_DEFAULT,
-    "imagenet_standard": IMAGENET_STANDARD,
-    "imagenet_standard_default": IMAGENET_STANDARD_DEFAULT,
-}
+RECIPES = rows.recipes_in(globals())

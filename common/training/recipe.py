@@ -15,11 +15,7 @@ from typing import Any, Literal, TypeVar
 from ..data.preprocess import IMAGENET_MEAN, IMAGENET_STD
 from ..models.registry import MODEL_ARGUMENTS, parse_arguments
 
-__all__ = ["MINI", "PAPER", "BaseRecipe", "Recipe", "RunOptions", "parse_command_line"]
-
-PAPER: Mapping[str, Any] = {"score": "energy", "sketch": 0}
-"""What the paper's anchors look at: the energy of all outputs of the layer behind; for windows, of the tokens that come
-in. Ours: docs/scores.md."""
+__all__ = ["BaseRecipe", "Recipe", "RunOptions", "parse_command_line"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +80,6 @@ class Recipe(BaseRecipe):
     erase: float = 0.0  # probability of random erasing
     crop: bool = False  # measure S-Cons under a centre crop (ImageNet), not with zeros
     metrics: tuple[str, ...] = ("top1", "c_cons", "s_cons")  # what is measured, see evaluate.py --help
-
-
-MINI = Recipe(model="", data="uoft-cs/cifar10", epochs=100, batch_size=256, lr=1.5e-3, lr_batch=0, warmup_epochs=7,
-              warmup_lr=1e-6, min_lr=1e-5, label_smoothing=0.1, ema_decay=0.999, flip=True, shift=4,
-              rand_augment="rand-m9-n1-mstd0.5-inc1", mean=(0.491, 0.482, 0.447),
-              std=(0.247, 0.243, 0.262))  # fmt: skip
-"""CIFAR-10 at its own 32 px, for models of two million parameters; mean and deviation are those of CIFAR-10's pixels.
-More augmentation is too much for so few epochs: in 72 epochs A-Swin reaches 68.5 % with cutmix, 77.7 % without."""
 
 
 @dataclass(frozen=True, kw_only=True)
