@@ -18,7 +18,7 @@ import shiftvit
 from common.anchors import SCORES, ConvAnchor
 from common.data import Preprocess, load_data
 from common.evaluation.battery import first
-from common.evaluation.flags import count, present_device
+from common.evaluation.flags import add_device, count
 from common.evaluation.tables import format_table, write_json
 from common.shifts import random_shifts, standard_shift
 
@@ -42,12 +42,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=count, nargs="+", default=[32], help="sides that images are resized to (32)")
     parser.add_argument("--strides", type=count, nargs="+", default=[2, 4], help="strides of the grids (2 4)")
     parser.add_argument("--pairs", type=count, default=4, help="shifts of each image")
-    parser.add_argument(
-        "--device",
-        type=present_device,
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where to compute (%(default)s)",
-    )
+    add_device(parser)
     parser.add_argument("--json", type=Path, help="file to write the table to")
     args = parser.parse_args()
     split = load_data(args.data)[1].head(args.images)

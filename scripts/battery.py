@@ -11,7 +11,7 @@ from pathlib import Path
 import shiftvit
 from common.evaluation.battery import FULL, battery_of
 from common.evaluation.evaluate import CROP
-from common.evaluation.flags import count, whole
+from common.evaluation.flags import add_precision, count, whole
 from common.evaluation.tables import format_table
 from common.models.registry import MODEL_ARGUMENTS, parse_arguments
 
@@ -21,11 +21,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="directory of a trained model, or a Hub id")
     parser.add_argument("--data", required=True, help="'digits', a folder, or a Hub id; its evaluation split is used")
     parser.add_argument("--parts", nargs="+", choices=FULL, default=list(FULL), help="what to measure (all)")
-    parser.add_argument(
-        "--mixed_precision",
-        choices=("no", "fp16", "bf16"),
-        help="of the forward passes; if not given, as `accelerate config` says",
-    )
+    add_precision(parser)
     parser.add_argument("--batch_size", type=count, default=250, help="images at once (%(default)s)")
     parser.add_argument("--limit", type=count, help="use only the first images")
     parser.add_argument("--exact_images", type=count, default=1000, help="images whose bits are compared")

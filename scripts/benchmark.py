@@ -18,14 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
 import shiftvit
 from common.evaluation.benchmark import benchmark
 from common.evaluation.benchmark_modules import benchmark_modules
 from common.evaluation.contenders import COMPILE_MODES, MODES, PRECISIONS, Setting, build
-from common.evaluation.flags import count, present_device
+from common.evaluation.flags import add_device, count
 from common.evaluation.profiling import environment
 from common.evaluation.tables import format_table, write_json
 
@@ -124,12 +123,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=PRECISIONS, help="float32 where a preset does not say otherwise")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the models first")
     parser.add_argument("--compile_mode", choices=COMPILE_MODES, help="mode of torch.compile")
-    parser.add_argument(
-        "--device",
-        type=present_device,
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where to compute (%(default)s)",
-    )
+    add_device(parser)
     parser.add_argument("--rounds", type=count, default=20, help="turns of each contender (%(default)s)")
     parser.add_argument("--block_seconds", type=float, help="how long a contender runs per round: 0.2, a module 0.05")
     parser.add_argument("--budget", type=float, help="seconds after which no round is added")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import shiftvit
 from common import create_model
-from common.evaluation.flags import count, present_device
+from common.evaluation.flags import add_device, count
 from common.evaluation.tables import format_table
 from common.kernels import base, cards
 from common.ops.dispatch import failed, gradients, reference, watched
@@ -37,12 +37,7 @@ def main() -> None:
     parser.add_argument("--model", default="a_swin_tiny", help="its shapes are tried")
     parser.add_argument("--batch", type=count, default=8, help="images at once (%(default)s)")
     parser.add_argument("--precision", choices=TYPES, help="default: bf16 where the card has it, else fp16")
-    parser.add_argument(
-        "--device",
-        type=present_device,
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where to compute (%(default)s)",
-    )
+    add_device(parser)
     args = parser.parse_args()
 
     device = torch.device(args.device)

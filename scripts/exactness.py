@@ -18,7 +18,7 @@ from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import load_data
 from common.evaluation.battery import first
 from common.evaluation.exactness import PRECISIONS, count_identical
-from common.evaluation.flags import count, present_device
+from common.evaluation.flags import add_device, count
 from common.evaluation.tables import format_table, write_json
 from common.models.hub import HubModel, resolve_file
 from common.models.registry import MODEL_ARGUMENTS, parse_arguments
@@ -46,9 +46,7 @@ def main() -> None:
         help="precisions of the forward passes",
     )
     parser.add_argument("--batch_size", type=count, default=50, help="images at once")
-    parser.add_argument(
-        "--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu", help="where to compute"
-    )
+    add_device(parser)
     parser.add_argument("--json", help="file to write the counts to")
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     args = parser.parse_args()

@@ -30,7 +30,7 @@ from common import from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import read_image
 from common.evaluation.evaluate import from_timm
-from common.evaluation.flags import count, present_device
+from common.evaluation.flags import add_device, count
 from common.evaluation.tables import format_table, write_json
 from common.models.hub import embedded, resolve_file
 from common.shifts import circular_shift, standard_shift
@@ -91,12 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "--masks", type=Path, default=Path("outputs/masks"), help="folder for masks of segmenters (%(default)s)"
     )
     parser.add_argument("--json", type=Path, help="file to write everything to")
-    parser.add_argument(
-        "--device",
-        type=present_device,
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where to compute (%(default)s)",
-    )
+    add_device(parser)
     args = parser.parse_args(arguments)
 
     predictors = [load(source, args.classes, args.device) for source in dict.fromkeys(args.model)]

@@ -35,7 +35,7 @@ import torch
 from tqdm.auto import tqdm
 
 import shiftvit
-from common.evaluation.flags import count
+from common.evaluation.flags import add_precision, count
 from common.evaluation.plots import read_log
 from common.evaluation.tables import format_table, write_json
 
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
                                      allow_abbrev=False)  # fmt: skip
     parser.add_argument("runs", nargs="+", metavar="FOLDER/RECIPE", help="what to train")
     parser.add_argument("--data", required=True, help="a folder or a Hub id, for all runs")
-    parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"), help="of training and measurement")
+    add_precision(parser)
     parser.add_argument("--battery", action="store_true", help="measure each model once it is trained")
     parser.add_argument("--jobs", type=count, default=3, help="trainings and measurements at a time (%(default)s)")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which all runs are stopped")

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from common.data.preprocess import PREPROCESSOR_NAME
 from common.data.workers import outlive_sigterm
 from common.evaluation.evaluate import compare_names, warn_of_fresh_weights
-from common.evaluation.flags import check_precision, count, whole
+from common.evaluation.flags import add_precision, check_precision, count, whole
 from common.evaluation.metrics import (
     circular_pixel_agreement,
     confusion_matrix,
@@ -130,11 +130,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser.add_argument("--limit", type=count, help="use only the first scenes")
     parser.add_argument("--dataloader_num_workers", type=whole, default=min(8, os.cpu_count() or 1),
                         help="processes that decode scenes of different sizes")  # fmt: skip
-    parser.add_argument(
-        "--mixed_precision",
-        choices=("no", "fp16", "bf16"),
-        help="precision of the forward passes; if not given, as `accelerate config` says",
-    )
+    add_precision(parser)
     parser.add_argument("--json", help="file to write the results to")
     args = parser.parse_args(arguments)
 

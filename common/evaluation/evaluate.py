@@ -25,7 +25,7 @@ from ..models.adaptation import input_of_timm
 from ..models.classifier import Classifier
 from ..models.hub import embedded, resolve_file
 from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
-from .flags import check_precision, count, whole
+from .flags import add_precision, check_precision, count, whole
 from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
 from .perturb import PERTURBATIONS, ShiftAverage
 from .tables import format_table, precision_name, write_json
@@ -141,11 +141,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser.add_argument("--average_shifts", type=count, default=1, metavar="N",
                         help="average probabilities over N x N circular shifts, N^2 times the cost")  # fmt: skip
     parser.add_argument("--model_args", **MODEL_ARGUMENTS)
-    parser.add_argument(
-        "--mixed_precision",
-        choices=("no", "fp16", "bf16"),
-        help="precision of the forward passes; if not given, as `accelerate config` says",
-    )
+    add_precision(parser)
     parser.add_argument("--json", help="file to write the results to")
     args = parser.parse_args(arguments)
 

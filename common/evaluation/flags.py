@@ -1,11 +1,11 @@
-"""Values of flags that commands share, as argparse reads them: what makes no sense is refused before any work."""
+"""Flags that commands share, and values as argparse reads them: what makes no sense is refused before any work."""
 
 import argparse
 
 import torch
 from accelerate import Accelerator
 
-__all__ = ["check_precision", "count", "present_device", "whole"]
+__all__ = ["add_device", "add_precision", "check_precision", "count", "whole"]
 
 
 def count(text: str) -> int:
@@ -29,7 +29,17 @@ def check_precision(accelerator: Accelerator) -> Accelerator:
     return accelerator
 
 
-def present_device(text: str) -> str:
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"),
+                        help="precision to compute in; if not given, as `accelerate config` says")  # fmt: skip
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", type=_present, default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="where to compute (%(default)s)")  # fmt: skip
+
+
+def _present(text: str) -> str:
     """A device that this machine has."""
     try:
         torch.empty(1, device=text)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..data.sources import KNOWN
 from ..evaluation.battery import battery_of
-from ..evaluation.flags import whole
+from ..evaluation.flags import add_precision, whole
 from ..evaluation.tables import format_table, write_json
 from ..models.registry import MODEL_ARGUMENTS, parse_arguments
 from .engine import train
@@ -57,11 +57,7 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
     parser.add_argument("--scale", choices=scales, default="full", help=meaning)
     parser.add_argument("--data", help="a folder, if the data set of these rows is not to come from the Hub")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/reproduce"), help="where the runs go")
-    parser.add_argument(
-        "--mixed_precision",
-        choices=("no", "fp16", "bf16"),
-        help="precision of training; if not given, as `accelerate config` says",
-    )
+    add_precision(parser)
     parser.add_argument("--compile", action="store_true", help="train with torch.compile")
     parser.add_argument(
         "--battery", action="store_true", help="all that the tables need of a classifier, as battery.json"
