@@ -4,19 +4,16 @@ What happens to image i in epoch e depends on (seed, e, i) alone. Resizing and c
 image is (in the loader's workers, or on the device); colours and normalisation on whole batches.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME
+from common.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Normalisation
 from common.evaluation.metrics import IGNORE_INDEX
-from common.models.hub import read_fields
 from common.seeding import constants, hashed_uniform
 
 __all__ = ["ScenePreprocess", "distort_colours", "resize_image", "resize_labels"]
@@ -27,7 +24,7 @@ COLUMNS = 2 + COLOURS + 2 * CROPS
 
 
 @dataclass(frozen=True)
-class ScenePreprocess:
+class ScenePreprocess(Normalisation):
     """uint8 images (B, 3, h, w), or a list of (3, h, w), and labels (B, h, w) -> normalised images, labels (B, H, W).
 
     Evaluation resizes to ``size`` or, with ``resize = (long, short)``, keeps the ratio: as large as fits into these
@@ -51,15 +48,6 @@ class ScenePreprocess:
     photometric: bool = False
 
     STORED = ("size", "resize", "multiple", "mean", "std")
-
-    def save(self, directory: Path) -> None:
-        """Write what evaluation needs beside a model, as preprocessor_config.json."""
-        stored = {key: getattr(self, key) for key in self.STORED}
-        (directory / PREPROCESSOR_NAME).write_text(json.dumps(stored, indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> "ScenePreprocess":
-        return cls(**read_fields(cls, cls.STORED, path))
 
     def target_size(self, size: tuple[int, int], ratio: float = 1.0) -> tuple[int, int]:
         """What an image of ``size`` is resized to, before it is cropped or rounded up."""
@@ -131,15 +119,6 @@ class ScenePreprocess:
             missing = (0, self.size[1] - width, 0, self.size[0] - height)
             image, label = canvas, F.pad(label, missing, value=IGNORE_INDEX)
         return image, label
-
-    def normalise(self, images: Tensor) -> Tensor:
-        mean, std = (constants(tuple(v), images.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
-        return (images.float() / 255 - mean) / std
-
-    def denormalise(self, x: Tensor) -> Tensor:
-        """Normalised images -> uint8."""
-        mean, std = (constants(tuple(v), x.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
-        return ((x.float() * std + mean) * 255).round().clamp(0, 255).byte()
 
 
 def resize_image(image: Tensor, size: tuple[int, int]) -> Tensor:

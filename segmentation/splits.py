@@ -98,16 +98,8 @@ class EncodedScenes(PixelSplit):
             image = resize_image(image, self.preprocess.evaluation_size((image.shape[1], image.shape[2])))
         return image.contiguous(), labels.contiguous(), index
 
-    def fetch(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        images, labels, index = batch
-        return images, labels, index
-
-    def peek(self, count: int) -> list[np.ndarray]:
-        found = []
-        for i in spread(len(self), count):
-            with suppress(ValueError):  # what cannot be read is named where it is used
-                found.append(self.decode(i)[0].permute(1, 2, 0).numpy())
-        return found
+    def pixels(self, index: int) -> np.ndarray:
+        return self.decode(index)[0].permute(1, 2, 0).numpy()
 
     def head(self, count: int | None) -> "EncodedScenes":
         return replace(self, items=self.items[:count])

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -21,15 +22,43 @@ from ..seeding import constants, derive_seed, hashed_uniform, seeded
 from ..shifts import circular_shift, random_shifts, standard_shift
 from .rand_augment import RandAugment
 
-__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "PREPROCESSOR_NAME", "SMALL", "Mixing", "Preprocess", "check_finite"]
+__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "PREPROCESSOR_NAME", "SMALL", "Mixing", "Normalisation", "Preprocess",
+           "check_finite"]  # fmt: skip
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 SMALL = 96  # images of one size up to this side are held in memory, decoded, and resized in batches
 
 
+class Normalisation:
+    """Levels of pixels to what a model takes and back, and the file beside it that says so. A subclass is a data class;
+    ``STORED`` are the fields that evaluation needs."""
+
+    STORED: ClassVar[tuple[str, ...]]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    def save(self, directory: Path) -> None:
+        """Write what evaluation needs beside a model, as preprocessor_config.json."""
+        stored = {key: getattr(self, key) for key in self.STORED}
+        (directory / PREPROCESSOR_NAME).write_text(json.dumps(stored, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        return cls(**read_fields(cls, cls.STORED, path))
+
+    def normalise(self, images: Tensor) -> Tensor:
+        mean, std = (constants(tuple(v), images.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
+        return (images.float() / 255 - mean) / std
+
+    def denormalise(self, x: Tensor) -> Tensor:
+        """Normalised images -> uint8."""
+        mean, std = (constants(tuple(v), x.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
+        return ((x.float() * std + mean) * 255).round().clamp(0, 255).byte()
+
+
 @dataclass(frozen=True)
-class Preprocess:
+class Preprocess(Normalisation):
     """uint8 images (B, 3, h, w) -> normalised float images of the model's size, by resizing and a centre crop.
 
     ``resize`` is the size before the crop (None: the crop itself). Training adds, per image: a horizontal flip, a small
@@ -61,13 +90,8 @@ class Preprocess:
         """(height, width) that images are resized to, before the crop."""
         return (self.resize, self.resize) if self.resize else self.size
 
-    def save(self, directory: Path) -> None:
-        """Write what evaluation needs beside a model, as preprocessor_config.json."""
-        stored = {key: getattr(self, key) for key in self.STORED}
-        (directory / PREPROCESSOR_NAME).write_text(json.dumps(stored, indent=2) + "\n")
-
     @classmethod
-    def load(cls, path: Path) -> "Preprocess":
+    def load(cls, path: Path) -> Self:
         stored = read_fields(cls, cls.STORED, path)
         if (resize := stored.get("resize")) is not None and resize < max(stored["size"]):
             raise ValueError(f"{path}: resize is {resize}, expected null or at least the size {stored['size']}, which "
@@ -77,26 +101,21 @@ class Preprocess:
     def canvas(self, images: Tensor) -> Tensor:
         """Normalised and resized, not yet cropped: what a standard shift with a crop starts from. Images that are not
         uint8 are that already, by ``canvas_of``."""
-        return self.resized(self.normalized(images)) if images.dtype == torch.uint8 else images
+        return self.resized(self.normalise(images)) if images.dtype == torch.uint8 else images
 
     def canvas_of(self, pixels: np.ndarray) -> Tensor:
-        """The canvas (3, h, w) of one image (h, w, 3), uint8, of any size. Small ones are resized bilinearly,
-        as whole batches of them are, others bicubically."""
-        if max(pixels.shape[:2]) > SMALL:
-            pixels = self.resampled(pixels)
-        return self.canvas(torch.tensor(pixels).permute(2, 0, 1)[None])[0]
+        """The canvas (3, h, w) of one image (h, w, 3), uint8, of any size. Small ones are resized as whole batches of
+        them are: normalised, bilinearly."""
+        small = max(pixels.shape[:2]) <= SMALL
+        return self.canvas((torch.tensor(pixels).permute(2, 0, 1) if small else self.on_canvas(pixels))[None])[0]
 
-    def resampled(self, pixels: np.ndarray) -> np.ndarray:
-        """One image (h, w, 3), uint8, in the size of the canvas, still uint8."""
-        height, width = self.canvas_size
-        if pixels.shape[:2] == (height, width):
-            return pixels
-        method = Image.Resampling.BICUBIC if max(pixels.shape[:2]) > SMALL else Image.Resampling.BILINEAR
-        return np.array(Image.fromarray(pixels).resize((width, height), method))
-
-    def normalized(self, images: Tensor) -> Tensor:
-        mean, std = (constants(tuple(v), images.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
-        return (images.float() / 255 - mean) / std
+    def on_canvas(self, pixels: np.ndarray) -> Tensor:
+        """One image (h, w, 3), uint8, of any size -> (3, H, W), uint8, of the size before the crop."""
+        image, (height, width) = Image.fromarray(pixels), self.canvas_size
+        if image.size != (width, height):
+            large = max(image.size) > SMALL
+            image = image.resize((width, height), Image.Resampling.BICUBIC if large else Image.Resampling.BILINEAR)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
     def resized(self, x: Tensor) -> Tensor:
         for dim, side in zip((-2, -1), self.canvas_size, strict=True):
@@ -124,10 +143,10 @@ class Preprocess:
         if self.flip:
             x = torch.where((u[:, 2] < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
         if self.rand_augment is None:
-            x = self.crop(self.resized(self.normalized(x)))  # in this order: fewer pixels where images are small
+            x = self.crop(self.resized(self.normalise(x)))  # in this order: fewer pixels where images are small
         else:
             levels = self.crop(self.resized(x.float())).round().clamp(0, 255)
-            x = self.normalized(self.rand_augment(levels, index, *seeds))
+            x = self.normalise(self.rand_augment(levels, index, *seeds))
         if self.shift:
             reach = (self.shift, self.shift)
             x = standard_shift(x, random_shifts(index, (-self.shift, -self.shift), reach, *seeds, 4))

@@ -312,12 +312,7 @@ def _split(items: Sequence[Any], read: Callable[[Any], np.ndarray], labels: Tens
            name: Callable[[Any], str], skip_broken: bool) -> Split:  # fmt: skip
     """Small images of one size (judged by a few from all over the split) in memory, others encoded."""
     encoded = Encoded(items, read, labels, classes, name, skip_broken)
-    shapes = set()
-    for i in torch.linspace(0, len(items) - 1, min(len(items), 32)).long().tolist():
-        try:
-            shapes.add(read(items[i]).shape)
-        except Exception:  # named, or skipped, where the image is used
-            continue
+    shapes = {pixels.shape for pixels in encoded.peek(32)}
     small = len(shapes) == 1 and max(next(iter(shapes))) <= SMALL
     return _in_memory(encoded) if small else encoded
 

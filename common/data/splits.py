@@ -44,7 +44,8 @@ class Split(Dataset[Any]):
     def fetch(self, batch: Any) -> Batch:
         """What the loader gave, moved to the device -> images (B, 3, h, w), as ``Preprocess.canvas`` takes them, labels
         (B,), index (B,)."""
-        raise NotImplementedError
+        images, labels, index = batch
+        return images, labels, index
 
     def to(self, device: torch.device) -> Self:
         return self
@@ -53,9 +54,15 @@ class Split(Dataset[Any]):
         """The first images alone."""
         raise NotImplementedError
 
-    def peek(self, count: int) -> list[np.ndarray]:
-        """A few images (h, w, 3) from all over the split; none from a stream."""
-        return []
+    def pixels(self, index: int) -> np.ndarray:
+        """One image (h, w, 3), uint8, as it is stored."""
+        raise NotImplementedError
+
+    def peek(self, count: int) -> Iterator[np.ndarray]:
+        """A few images from all over the split, but those that cannot be read: they are named where they are used."""
+        for i in spread(len(self), count):
+            with suppress(Exception):
+                yield self.pixels(i)
 
     def prepared(self, preprocess: Preprocess, seed: int = 0) -> "Split":
         """The split as a loader needs it: its workers, if it has any, resize the images."""
@@ -84,8 +91,8 @@ class Arrays(Split):
     def to(self, device: torch.device) -> "Arrays":
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
-    def peek(self, count: int) -> list[np.ndarray]:
-        return [self.images[i].permute(1, 2, 0).numpy() for i in spread(len(self), count)]
+    def pixels(self, index: int) -> np.ndarray:
+        return self.images[index].permute(1, 2, 0).numpy()
 
     def head(self, count: int | None) -> "Arrays":
         return replace(self, images=self.images[:count], labels=self.labels[:count])
@@ -117,40 +124,25 @@ class Encoded(Split):
             object.__setattr__(self, "broken", torch.zeros(len(self), dtype=torch.bool).share_memory_())
 
     def __getitem__(self, item: int | tuple[int, int]) -> tuple[Tensor, int, int]:
+        if self.preprocess is None:
+            raise RuntimeError("an encoded split needs prepared(preprocess) before it is read")
         epoch, index = item if isinstance(item, tuple) else (None, item)
         for attempt in range(10):
             i = (index + attempt) % len(self)
             try:
-                pixels = self.read(self.items[i])
-                image = self.canvas(pixels) if epoch is not None else self._ready().canvas_of(pixels)
-                return image, int(self.labels[i]), i
+                resize = self.preprocess.canvas_of if epoch is None else self.preprocess.on_canvas
+                return resize(self.pixels(i)), int(self.labels[i]), i
             except Exception as error:
                 if not self.skip_broken:
                     raise ValueError(f"{self.name(self.items[i])} is not a readable image ({error}): repair or drop "
                                      "it, or use --skip_broken") from None  # fmt: skip
                 self.broken[i] = True
                 if epoch is None:
-                    return torch.zeros(3, *self._ready().canvas_size), -1, i
+                    return torch.zeros(3, *self.preprocess.canvas_size), -1, i
         raise ValueError(f"no readable image among ten from {self.name(self.items[index])} on: check the data")
 
-    def canvas(self, pixels: np.ndarray) -> Tensor:
-        return torch.tensor(self._ready().resampled(pixels)).permute(2, 0, 1).contiguous()
-
-    def _ready(self) -> Preprocess:
-        if self.preprocess is None:
-            raise RuntimeError("an encoded split needs prepared(preprocess) before it is read")
-        return self.preprocess
-
-    def fetch(self, batch: Any) -> Batch:
-        images, labels, index = batch
-        return images, labels, index
-
-    def peek(self, count: int) -> list[np.ndarray]:
-        found = []
-        for i in spread(len(self), count):
-            with suppress(Exception):  # what cannot be read is named where it is used
-                found.append(self.read(self.items[i]))
-        return found
+    def pixels(self, index: int) -> np.ndarray:
+        return self.read(self.items[index])
 
     def head(self, count: int | None) -> "Encoded":
         return replace(self, items=self.items[:count], labels=self.labels[:count])

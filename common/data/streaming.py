@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,7 +26,7 @@ from .sources import (
     parquet_files,
     read_labels,
 )
-from .splits import Batch, Encoded, Split, same_classes
+from .splits import Split, same_classes
 
 __all__ = ["Stream", "endless", "load_stream"]
 
@@ -51,14 +52,13 @@ class Stream(IterableDataset, Split):
                              "column to ClassLabel, or read the data without --streaming")  # fmt: skip
         self.classes = tuple(feature.names)
         self.rank, self.world, self.epoch = 0, 1, 0
-        self.item: Encoded | None = None
+        self.preprocess: Preprocess | None = None
 
     def __len__(self) -> int:
         return self.count
 
     def prepared(self, preprocess: Preprocess, seed: int = 0) -> "Stream":
-        self.item = Encoded([0], decode_image, torch.zeros(1, dtype=torch.long), self.classes, str,
-                            preprocess=preprocess)  # fmt: skip
+        self.preprocess = preprocess
         self.dataset = self.dataset.shuffle(seed=seed, buffer_size=min(BUFFER, self.count))
         return self
 
@@ -73,7 +73,7 @@ class Stream(IterableDataset, Split):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[tuple[Tensor, int, int]]:
-        assert self.item is not None, "a stream needs prepared(preprocess) before it is read"
+        assert self.preprocess is not None, "a stream needs prepared(preprocess) before it is read"
         self.dataset.set_epoch(self.epoch)
         worker = torch.utils.data.get_worker_info()
         me, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
@@ -87,11 +87,11 @@ class Stream(IterableDataset, Split):
                     continue
                 raise ValueError(f"image {index} of the stream {self.name}, or its label, is not readable ({error}): "
                                  "use --skip_broken to go on without it") from None  # fmt: skip
-            yield self.item.canvas(pixels), label, index
+            yield self.preprocess.on_canvas(pixels), label, index
 
-    def fetch(self, batch: Any) -> Batch:
-        images, labels, index = batch
-        return images, labels, index
+    def peek(self, count: int) -> Iterator[np.ndarray]:
+        """None: a stream is not read out of turn."""
+        return iter(())
 
     def head(self, count: int | None) -> "Stream":
         if count is not None:

@@ -80,7 +80,7 @@ def warn_of_misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split, acce
 
 def misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split) -> str:
     """Why a recipe does not fit the images of a split, and what would; empty if it does."""
-    images, advice = split.peek(16), "For photographs: --recipe photographs with its own model"
+    images, advice = list(split.peek(16)), "For photographs: --recipe photographs with its own model"
     if not images:
         return ""
     resize = getattr(recipe, "resize", None)

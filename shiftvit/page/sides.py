@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
@@ -87,8 +86,7 @@ def load_sides(default: str, adaptive: str) -> tuple[Side, Side]:
 
 def fit(pixels: np.ndarray, preprocess: Preprocess) -> Tensor:
     """An image (h, w, 3) of any size -> (1, 3, H, W) uint8, as evaluation resizes and crops it."""
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (preprocess.mean, preprocess.std))
-    return ((preprocess.image(pixels) * std + mean) * 255).round().clamp(0, 255).byte()[None]
+    return preprocess.denormalise(preprocess.image(pixels)[None])
 
 
 def load_examples(side: Side) -> list[Tensor]:
