@@ -1,9 +1,9 @@
 """Scenes with a label per pixel, by name: digit scenes made here, folders, ADE20K, the Hub.
 
-A parquet folder has ``train.parquet`` (or ``train-NUMBER.parquet``) and the same of ``test``, ``validation`` or
-``val``: the first that is there is evaluated (of a Hub data set ``validation`` comes first). They may lie under
-``data/``, and have an image column (``image`` or ``img``) and a column of label images (``label``, ``annotation`` or
-``mask``). ADE20K's own tree has ``images/training``, ``annotations/training`` and the same under ``validation``.
+A parquet folder has ``train.parquet`` (or ``train-NUMBER.parquet``) and the same of ``validation``, ``val`` or
+``test``: the first that is there is evaluated, of CamVid ``test``, here and on the Hub. They may lie under ``data/``,
+and have an image column (``image`` or ``img``) and a column of label images (``label``, ``annotation`` or ``mask``).
+ADE20K's own tree has ``images/training``, ``annotations/training`` and the same under ``validation``.
 ``classes.txt`` in either names the classes of your own, one a line: class c is number c in label images, from 0, and
 255 does not count. Small sets of one size are decoded once, into memory; others stay encoded for the loader's workers.
 """
@@ -21,13 +21,15 @@ import torch.nn.functional as F
 from tqdm.auto import tqdm
 
 from common.data.sources import (
-    EVALUATION_SPLITS,
     IMAGE_COLUMNS,
     IMAGE_SUFFIXES,
     find_column,
+    held_out,
     import_datasets,
     open_image,
     parquet_files,
+    read_columns,
+    row_name,
 )
 from common.data.splits import load_digits_data
 from common.evaluation.metrics import IGNORE_INDEX
@@ -128,21 +130,12 @@ def load_digit_scenes(train: int = 1000, test: int = 200, size: int = 64) -> tup
 
 def load_split(folder: Path, names: Sequence[str], labelling: Labelling) -> PixelSplit:
     """The first split of a folder of parquet files that goes by one of ``names``."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     files = next(filter(None, (parquet_files(folder, name) for name in names)), [])
     if not files:
         raise FileNotFoundError(f"{folder} has no {' or '.join(names)}.parquet, nor ADE20K's 'images' folder; it holds "
                                 f"{sorted(p.name for p in folder.iterdir())[:8]}")  # fmt: skip
-    try:
-        have = pq.read_schema(files[0]).names
-        columns = [find_column(have, wanted, files[0]) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS)]
-        table = pa.concat_tables([pq.read_table(file, columns=columns) for file in files])
-    except pa.ArrowException as error:
-        raise ValueError(f"{files[0].parent} holds no readable parquet ({error}): fetch the files again") from None
-    read = partial(_read_cells, table.column(columns[0]), table.column(columns[1]))
-    return _split(range(len(table)), read, labelling, partial(_row_name, f"{files[0].parent}/{files[0].name}"))
+    table = read_columns(files, IMAGE_COLUMNS, LABEL_COLUMNS)
+    return _split(range(len(table)), partial(_read_cells, *table.columns), labelling, partial(row_name, files[0]))
 
 
 def _read_tree(folder: Path, part: str, labelling: Labelling) -> PixelSplit:
@@ -166,10 +159,8 @@ def _load_hub(name: str, labelling: Labelling) -> tuple[PixelSplit, PixelSplit]:
     datasets = import_datasets(name)
     repository, _, revision = name.partition("@")
     found = datasets.load_dataset(repository, revision=revision or None)
-    evaluation = next((split for split in labelling.evaluated if split in found), None)
-    if "train" not in found or evaluation is None:
-        raise ValueError(f"{name} has splits {sorted(found)}: expected train and one of {EVALUATION_SPLITS}")
-    train, test = (from_dataset(found[part], f"{name} ({part})", labelling) for part in ("train", evaluation))
+    parts = ("train", held_out(found, name, labelling.evaluated))
+    train, test = (from_dataset(found[part], f"{name} ({part})", labelling) for part in parts)
     return _same_classes(train, test)
 
 
@@ -181,7 +172,7 @@ def from_dataset(dataset: Any, name: str, labelling: Labelling) -> PixelSplit:
     for column in (image, label):
         dataset = dataset.cast_column(column, datasets.Image(decode=False))
     read = partial(_read_row, dataset.select_columns([image, label]), image, label)
-    return _split(range(len(dataset)), read, labelling, partial(_row_name, name))
+    return _split(range(len(dataset)), read, labelling, partial(row_name, name))
 
 
 # how a split reads an item and what it calls it: plain functions, so that a split can be sent to workers
@@ -200,10 +191,6 @@ def _read_row(rows: Any, image: str, label: str, i: int) -> tuple[bytes, bytes]:
 
 def _read_paths(paths: tuple[Path, Path]) -> tuple[bytes, bytes]:
     return paths[0].read_bytes(), paths[1].read_bytes()
-
-
-def _row_name(where: str, i: int) -> str:
-    return f"row {i} of {where}"
 
 
 def _path_name(paths: tuple[Path, Path]) -> str:

@@ -14,7 +14,7 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,8 @@ from .preprocess import SMALL
 from .splits import Arrays, Encoded, Split, check_rows, load_digits_data, same_classes, shown
 
 __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "decode_image",
-           "find_column", "load_data", "load_folder", "load_hub", "load_split", "open_image", "parquet_files",
-           "read_image", "read_labels", "see", "shown"]  # fmt: skip
+           "find_column", "held_out", "load_data", "load_folder", "load_hub", "load_split", "open_image",
+           "parquet_files", "read_columns", "read_image", "read_labels", "row_name", "see", "shown"]  # fmt: skip
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -110,13 +110,19 @@ def load_hub(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
     except OSError as error:
         raise OSError(f"{name} cannot be read from the Hub ({str(error).splitlines()[0][:200]}): give a folder with "
                       "its files, --data DIR") from error  # fmt: skip
-    evaluation = next((split for split in EVALUATION_SPLITS if split in found), None)
-    if "train" not in found or evaluation is None:
-        raise ValueError(f"{name} has splits {sorted(found)}: expected train and one of {EVALUATION_SPLITS}")
-    train, test = (from_dataset(found[split], f"{name} ({split})", skip_broken) for split in ("train", evaluation))
+    parts = ("train", held_out(found, name))
+    train, test = (from_dataset(found[part], f"{name} ({part})", skip_broken) for part in parts)
     if repository in KNOWN:
         check_rows(name, (len(train), len(test), len(train.classes)), KNOWN[repository])
     return same_classes(train, test, name)
+
+
+def held_out(splits: Collection[str], name: str, among: Sequence[str] = EVALUATION_SPLITS) -> str:
+    """The split of a Hub dataset that is evaluated: the first of those ``among`` that it has."""
+    evaluation = next((split for split in among if split in splits), None)
+    if "train" not in splits or evaluation is None:
+        raise ValueError(f"{name} has splits {sorted(splits)}: expected train and one of {EVALUATION_SPLITS}")
+    return evaluation
 
 
 def import_datasets(name: str) -> Any:
@@ -138,7 +144,7 @@ def from_dataset(dataset: Any, name: str, skip_broken: bool = False) -> Split:
     names = feature.names if isinstance(feature, datasets.ClassLabel) else None
     labels, classes = read_labels(list(dataset[label]), names, f"{name}, column {label!r}")
     return _split(range(len(rows)), partial(_read_row, rows, image), labels, classes,
-                  partial(_row_name, name), skip_broken)  # fmt: skip
+                  partial(row_name, name), skip_broken)  # fmt: skip
 
 
 def load_split(folder: Path, names: Iterable[str], skip_broken: bool = False) -> Split:
@@ -148,11 +154,8 @@ def load_split(folder: Path, names: Iterable[str], skip_broken: bool = False) ->
             return _read_parquet(files, skip_broken)
         if (folder / name).is_dir():
             return _read_tree(folder / name, skip_broken)
-    found = sorted(p.name for p in folder.iterdir())[:8]
-    raise FileNotFoundError(
-        f"{folder} has neither {'/'.join(names)}.parquet, nor such parts with numbers, nor such a folder of images; it "
-        f"holds {found}"
-    )
+    raise FileNotFoundError(f"{folder} has neither {'/'.join(names)}.parquet, nor such parts with numbers, nor such a "
+                            f"folder of images; it holds {sorted(p.name for p in folder.iterdir())[:8]}")  # fmt: skip
 
 
 def parquet_files(folder: Path, name: str) -> list[Path]:
@@ -171,23 +174,28 @@ def parquet_files(folder: Path, name: str) -> list[Path]:
     return found
 
 
-def _read_parquet(files: list[Path], skip_broken: bool) -> Split:
+def read_columns(files: list[Path], *wanted: tuple[str, ...]) -> Any:
+    """A table of parquet files: the columns that go by one of each ``wanted`` names, in that order."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        schema = pq.read_schema(files[0])
-        columns = [find_column(schema.names, wanted, files[0]) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS)]
-        table = pa.concat_tables([pq.read_table(file, columns=columns) for file in files])
+        have = pq.read_schema(files[0]).names
+        columns = [find_column(have, names, files[0]) for names in wanted]
+        return pa.concat_tables([pq.read_table(file, columns=columns) for file in files]).select(columns)
     except (pa.ArrowException, OSError) as error:  # a broken page is an OSError there
         raise ValueError(f"{files[0].parent} holds no readable parquet ({str(error)[:200]}): fetch the files "
                          "again") from None  # fmt: skip
-    cells = table.column(columns[0])
-    names = _class_names(schema.metadata or {}, columns[1])
-    where = f"{files[0].parent}/{files[0].name}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
-    labels, classes = read_labels(table.column(columns[1]).to_pylist(), names, f"{where}, column {columns[1]!r}")
-    return _split(range(len(cells)), partial(_read_cell, cells), labels, classes,
-                  partial(_row_name, f"{files[0].parent}/{files[0].name}"), skip_broken)  # fmt: skip
+
+
+def _read_parquet(files: list[Path], skip_broken: bool) -> Split:
+    table = read_columns(files, IMAGE_COLUMNS, LABEL_COLUMNS)
+    cells, label = table.column(0), table.column_names[1]
+    names = _class_names(table.schema.metadata or {}, label)
+    where = str(files[0]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+    labels, classes = read_labels(table.column(1).to_pylist(), names, f"{where}, column {label!r}")
+    return _split(range(len(cells)), partial(_read_cell, cells), labels, classes, partial(row_name, files[0]),
+                  skip_broken)  # fmt: skip
 
 
 def _class_names(metadata: dict[bytes, bytes], column: str) -> list[str] | None:
@@ -215,7 +223,7 @@ def _read_path(path: Path) -> np.ndarray:
     return decode_image(path.read_bytes())
 
 
-def _row_name(where: str, i: int) -> str:
+def row_name(where: str | Path, i: int) -> str:
     return f"row {i} of {where}"
 
 

@@ -21,6 +21,7 @@ from .sources import (
     decode_image,
     find_column,
     from_dataset,
+    held_out,
     import_datasets,
     load_split,
     parquet_files,
@@ -121,12 +122,10 @@ def load_stream(name: str, skip_broken: bool = False) -> tuple[Stream, Split]:
     if not count:
         raise ValueError(f"{name} does not say how many training images it has: read it without --streaming")
     names = datasets.get_dataset_split_names(repository, revision=revision or None)
-    held_out = next((split for split in EVALUATION_SPLITS if split in names), None)
-    if held_out is None:
-        raise ValueError(f"{name} has splits {sorted(names)}: expected train and one of {EVALUATION_SPLITS}")
-    test = datasets.load_dataset(repository, revision=revision or None, split=held_out)
+    evaluation = held_out(names, name)
+    test = datasets.load_dataset(repository, revision=revision or None, split=evaluation)
     stream = Stream(train, count, name, skip_broken)
-    return same_classes(stream, from_dataset(test, f"{name} ({held_out})", skip_broken), name)
+    return same_classes(stream, from_dataset(test, f"{name} ({evaluation})", skip_broken), name)
 
 
 def endless(loader: DataLoader) -> Iterator[Any]:
