@@ -66,9 +66,8 @@ class Study(Classification):
         self.epochs = 0  # seen so far
         self.places: list[Tensor] = []  # stages, images, 2: one per epoch
 
-    def load(self) -> tuple[Split, Split]:
-        train, test = splits(self.recipe.data)
-        return train.head(self.options.limit), test.head(self.options.limit)
+    def read(self) -> tuple[Split, Split]:
+        return splits(self.recipe.data)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Segmentation as a task of the training loop: recipe, model, loss, measurements."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,9 +8,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.data.splits import check_rows
 from common.evaluation.metrics import IGNORE_INDEX
-from common.models.registry import create_model
 from common.training.recipe import BaseRecipe, RunOptions
 from common.training.task import Task, start_from, warn_of_misfit
 
@@ -44,6 +41,7 @@ class Segmentation(Task[SegmentationRecipe]):
 
     best = "miou"
     model: UperNet
+    preprocess: ScenePreprocess
     train_split: PixelSplit
 
     def __init__(self, recipe: SegmentationRecipe, options: RunOptions, accelerator: Accelerator) -> None:
@@ -72,23 +70,14 @@ class Segmentation(Task[SegmentationRecipe]):
         self.train_split = train.prepared(self.preprocess, seed=recipe.seed).to(accelerator.device)
         self.test_split = test.to(accelerator.device)
 
-    def load(self) -> tuple[PixelSplit, PixelSplit]:
-        options = self.options
-        if options.streaming or options.skip_broken:
+    def read(self) -> tuple[PixelSplit, PixelSplit]:
+        if self.options.streaming or self.options.skip_broken:
             raise ValueError("scenes can be neither streamed nor skipped: leave out --streaming and --skip_broken")
-        train, test = load_scenes(self.recipe.data)
-        if options.expected_rows:
-            check_rows(self.recipe.data, (len(train), len(test), len(train.classes)), options.expected_rows)
-        return train.head(options.limit), test.head(options.limit)
+        return load_scenes(self.recipe.data)
 
     def build(self, classes: int) -> UperNet:
         recipe = self.recipe
-        arguments = {"num_classes": classes, **recipe.model_args}
-        if recipe.size is not None:
-            arguments["img_size"] = recipe.size
-        if recipe.drop_path is not None:
-            arguments["drop_path_rate"] = recipe.drop_path
-        model = create_model(recipe.model, **arguments)
+        model = self.create(classes, **({} if recipe.size is None else {"img_size": recipe.size}))
         if not isinstance(model, UperNet):
             folder = recipe.model.removeprefix("a_").split("_")[0]
             raise TypeError(f"{recipe.model} is not a segmenter: train it with {folder}/train.py")
@@ -129,9 +118,6 @@ class Segmentation(Task[SegmentationRecipe]):
         return evaluate(model, self.test_split, self.preprocess, self.recipe.metrics, accelerator=self.accelerator,
                         batch_size=batch_size, seed=self.recipe.seed,
                         workers=self.options.dataloader_num_workers)  # fmt: skip
-
-    def save(self, directory: Path, state: dict[str, Tensor]) -> None:
-        self.preprocess.save(self.model.save_pretrained(directory, state))
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -11,10 +12,11 @@ from accelerate import Accelerator
 from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
-from ..data.preprocess import IMAGENET_MEAN, Mixing, Preprocess
+from ..data.preprocess import IMAGENET_MEAN, Mixing, Normalisation, Preprocess
 from ..data.rand_augment import RandAugment
 from ..data.sources import load_data
 from ..data.splits import Split, check_rows, shown
+from ..data.streaming import load_stream
 from ..evaluation.evaluate import evaluate, parse_metric
 from ..models.classifier import Classifier
 from ..models.hub import CONFIG_NAME, WEIGHTS_NAME, HubModel, read_config, resolve_file
@@ -34,10 +36,29 @@ class Task(ABC, Generic[R]):
 
     best: ClassVar[str]
     model: HubModel
+    preprocess: Normalisation
     train_split: Split
 
     def __init__(self, recipe: R, options: RunOptions, accelerator: Accelerator) -> None:
         self.recipe, self.options, self.accelerator = recipe, options, accelerator
+
+    @abstractmethod
+    def read(self) -> tuple[Any, Any]:
+        """The recipe's data: the split to train on, the split to evaluate on."""
+
+    def load(self) -> tuple[Any, Any]:
+        """What the options ask for of the data."""
+        (train, test), options = self.read(), self.options
+        if options.expected_rows:
+            check_rows(self.recipe.data, (len(train), len(test), len(train.classes)), options.expected_rows)
+        return train.head(options.limit), test.head(options.limit)
+
+    def create(self, classes: int, **arguments: Any) -> HubModel:
+        """The recipe's model, with fresh weights."""
+        recipe = self.recipe
+        if recipe.drop_path is not None:
+            arguments["drop_path_rate"] = recipe.drop_path
+        return create_model(recipe.model, **{"num_classes": classes, **recipe.model_args, **arguments})
 
     @abstractmethod
     def inputs(self, batch: Any, epoch: int, number: int) -> tuple[Tensor, Tensor]:
@@ -55,9 +76,9 @@ class Task(ABC, Generic[R]):
     def evaluate(self, model: nn.Module) -> dict[str, Any]:
         """The recipe's metrics, over all processes."""
 
-    @abstractmethod
     def save(self, directory: Path, state: dict[str, Tensor]) -> None:
         """Write the model with these weights, and its preprocessing."""
+        self.preprocess.save(self.model.save_pretrained(directory, state))
 
     def confirm(self, directory: Path, results: dict[str, Any]) -> None:
         """Measure the saved model, as others will load it; raise a RuntimeError where ``results`` are not its own."""
@@ -111,6 +132,7 @@ class Classification(Task[Recipe]):
 
     best = "top1"
     model: Classifier
+    preprocess: Preprocess
 
     def __init__(self, recipe: Recipe, options: RunOptions, accelerator: Accelerator) -> None:
         super().__init__(recipe, options, accelerator)
@@ -131,24 +153,12 @@ class Classification(Task[Recipe]):
         self.mixing = Mixing(mixup=recipe.mixup, cutmix=recipe.cutmix, label_smoothing=recipe.label_smoothing,
                              num_classes=len(train.classes)) if recipe.mixup or recipe.cutmix else None  # fmt: skip
 
-    def load(self) -> tuple[Split, Split]:
-        options = self.options
-        if options.streaming:
-            from ..data.streaming import load_stream
-
-            train, test = load_stream(self.recipe.data, options.skip_broken)
-        else:
-            train, test = load_data(self.recipe.data, options.skip_broken)  # type: ignore[assignment]
-        if options.expected_rows:
-            check_rows(self.recipe.data, (len(train), len(test), len(train.classes)), options.expected_rows)
-        return train.head(options.limit), test.head(options.limit)
+    def read(self) -> tuple[Split, Split]:
+        load: Callable[..., tuple[Split, Split]] = load_stream if self.options.streaming else load_data
+        return load(self.recipe.data, self.options.skip_broken)
 
     def build(self, classes: int) -> Classifier:
-        recipe = self.recipe
-        arguments = {"num_classes": classes, **recipe.model_args}
-        if recipe.drop_path is not None:
-            arguments["drop_path_rate"] = recipe.drop_path
-        model = create_model(recipe.model, **arguments)
+        recipe, model = self.recipe, self.create(classes)
         if not isinstance(model, Classifier):
             raise TypeError(f"{recipe.model} is not a classifier: train it with segmentation/train.py")
         if recipe.pretrained:
@@ -173,9 +183,6 @@ class Classification(Task[Recipe]):
         return evaluate(model, self.test_split, self.preprocess, self.recipe.metrics, accelerator=self.accelerator,
                         seed=self.recipe.seed, batch_size=self.options.eval_batch_size, crop=self.recipe.crop,
                         workers=self.options.dataloader_num_workers)  # fmt: skip
-
-    def save(self, directory: Path, state: dict[str, Tensor]) -> None:
-        self.preprocess.save(self.model.save_pretrained(directory, state))
 
 
 def start_from(model: HubModel, source: str) -> str:
