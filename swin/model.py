@@ -19,7 +19,7 @@ from common.grid import Grid
 from common.models.activation import GELU
 from common.models.embedding import PatchEmbed
 from common.models.registry import defaults, register_model
-from common.models.windowed import ANCHORS, WindowedClassifier
+from common.models.windowed import ANCHORS, WindowedClassifier, WindowedStage
 from common.models.windows import in_whole_windows, relative_position_index
 from common.ops import add_norm, attend_in_windows, look_up, reduce_patches
 from common.ops.merge_energy import Merging
@@ -117,18 +117,6 @@ class PatchMerging(nn.Module):
         return Merging(self.reduction, self.norm)
 
 
-class SwinStage(nn.Module):
-    """Patch merging (but in the first stage) and blocks that alternate between plain and shifted windows."""
-
-    def __init__(self, *, dim: int, out_dim: int, depth: int, downsample: bool, antialias: bool,
-                 window: tuple[int, int], drop_path: Any, **block: Any) -> None:  # fmt: skip
-        super().__init__()
-        self.downsample = PatchMerging(dim=dim, out_dim=out_dim, antialias=antialias) if downsample else nn.Identity()
-        self.blocks = nn.ModuleList(
-            SwinBlock(dim=out_dim, window=window, drop_path=drop_path[i], **block) for i in range(depth)
-        )
-
-
 class Swin(WindowedClassifier):
     """Swin Transformer; ``adaptive=True`` makes it truly shift-equivariant with the same parameters.
 
@@ -157,12 +145,15 @@ class Swin(WindowedClassifier):
             raise ValueError("antialias=True is for default models: anchors leave nothing to blur")
         embed = BlurredEmbed if antialias else PatchEmbed
         self.patch_embed = embed(in_chans=in_chans, dim=embed_dim, size=patch_size, stride=patch_size)
-        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         self.layers = nn.ModuleList(
-            SwinStage(dim=self.dims[max(i - 1, 0)], out_dim=self.dims[i], depth=depths[i], downsample=i > 0,
-                      antialias=antialias, window=self.windows[i], num_heads=num_heads[i], mlp_ratio=mlp_ratio,
-                      qkv_bias=qkv_bias, proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, drop_path=rates[i])
-            for i in range(len(depths))
+            WindowedStage(
+                PatchMerging(dim=self.dims[i - 1], out_dim=dim, antialias=antialias) if i else None,
+                (SwinBlock(dim=dim, num_heads=num_heads[i], window=self.windows[i], mlp_ratio=mlp_ratio,
+                           qkv_bias=qkv_bias, proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, drop_path=rate)
+                 for rate in rates[i]),
+            )
+            for i, dim in enumerate(self.dims)
         )  # fmt: skip
         self.norm = nn.LayerNorm(self.num_features)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type="avg", drop_rate=drop_rate,

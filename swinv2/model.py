@@ -21,7 +21,7 @@ from common.grid import Grid
 from common.models.activation import GELU
 from common.models.embedding import PatchEmbed
 from common.models.registry import defaults, register_model
-from common.models.windowed import ANCHORS, WindowedClassifier
+from common.models.windowed import ANCHORS, WindowedClassifier, WindowedStage
 from common.models.windows import in_whole_windows, relative_position_index
 from common.ops import attend_in_windows, look_up, reduce_patches
 from common.ops.merge_energy import Merging
@@ -128,18 +128,6 @@ class PatchMerging(nn.Module):
         return Merging(self.reduction, None)
 
 
-class SwinV2Stage(nn.Module):
-    """Patch merging (but in the first stage) and blocks that alternate between plain and shifted windows."""
-
-    def __init__(self, *, dim: int, out_dim: int, depth: int, downsample: bool, window: tuple[int, int],
-                 drop_path: Any, **block: Any) -> None:  # fmt: skip
-        super().__init__()
-        self.downsample = PatchMerging(dim=dim, out_dim=out_dim) if downsample else nn.Identity()
-        self.blocks = nn.ModuleList(
-            SwinV2Block(dim=out_dim, window=window, drop_path=drop_path[i], **block) for i in range(depth)
-        )
-
-
 class SwinV2(WindowedClassifier):
     """Swin Transformer V2; ``adaptive=True`` makes it truly shift-equivariant with the same parameters.
 
@@ -168,13 +156,16 @@ class SwinV2(WindowedClassifier):
         if len(pretrained_window_sizes) != len(depths):
             raise ValueError(f"{len(depths)} stages, but pretrained_window_sizes is {pretrained_window_sizes}")
         self.patch_embed = PatchEmbed(in_chans=in_chans, dim=embed_dim, size=patch_size, stride=patch_size)
-        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         self.layers = nn.ModuleList(
-            SwinV2Stage(dim=self.dims[max(i - 1, 0)], out_dim=self.dims[i], depth=depths[i], downsample=i > 0,
-                        window=self.windows[i], pretrained_window=pretrained_window_sizes[i], num_heads=num_heads[i],
-                        mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_drop=proj_drop_rate, attn_drop=attn_drop_rate,
-                        drop_path=rates[i])
-            for i in range(len(depths))
+            WindowedStage(
+                PatchMerging(dim=self.dims[i - 1], out_dim=dim) if i else None,
+                (SwinV2Block(dim=dim, num_heads=num_heads[i], window=self.windows[i],
+                             pretrained_window=pretrained_window_sizes[i], mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
+                             proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, drop_path=rate)
+                 for rate in rates[i]),
+            )
+            for i, dim in enumerate(self.dims)
         )  # fmt: skip
         self.norm = nn.LayerNorm(self.num_features)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type="avg", drop_rate=drop_rate,

@@ -1,6 +1,7 @@
 """What Swin and SwinV2 share: patches, merging, and the walk through stages of windows with its three anchors."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from timm.layers import trunc_normal_
@@ -11,17 +12,23 @@ from .classifier import Classifier, Stages, check_heads, to_pair
 from .embedding import PatchEmbed
 from .windows import shifted_window_mask, window_shift
 
-__all__ = ["ANCHORS", "WindowedClassifier"]
+__all__ = ["ANCHORS", "WindowedClassifier", "WindowedStage"]
 
 ANCHORS = ("token", "window", "merge")
 
 
-class WindowedClassifier(Classifier):
-    """A hierarchy of windowed stages. A subclass adds ``patch_embed``, ``layers``, ``norm`` and ``head``.
+class WindowedStage(nn.Module):
+    """Patch merging (but in the first stage), called as ``downsample(grid, merge_anchor, window_anchor)``, and blocks
+    that alternate between plain and shifted windows, called as ``block(x, shift, mask, origin)``."""
 
-    A stage has ``downsample``, called as ``downsample(grid, merge_anchor, window_anchor)`` (the first has none), and
-    ``blocks`` called as ``block(x, shift, mask, origin)``.
-    """
+    def __init__(self, downsample: nn.Module | None, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.downsample = downsample or nn.Identity()
+        self.blocks = nn.ModuleList(blocks)
+
+
+class WindowedClassifier(Classifier):
+    """A hierarchy of windowed stages. A subclass adds ``patch_embed``, ``layers`` of them, ``norm`` and ``head``."""
 
     patch_embed: PatchEmbed
     layers: nn.ModuleList
