@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from common.anchors import ConvAnchor, KeysAndValues, ProjectionAnchor
 from common.grid import Grid
 from common.models.activation import GELU
-from common.models.classifier import Classifier, PaddingMode, Stages, check_heads, resolve_padding
+from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.models.embedding import PatchEmbed
 from common.models.head import ClassTokenHead
 from common.models.registry import defaults, register_model
@@ -179,12 +179,7 @@ class CvT(Classifier):
         for name in PER_STAGE:
             if isinstance(entries := self.config[name], tuple) and len(entries) != len(depths):
                 raise ValueError(f"{name} {entries} must have one entry for each of {len(depths)} stages, as depths")
-        check_heads(embed_dims, num_heads)
-        self.num_features = embed_dims[-1]
-        self.feature_info = [
-            {"num_chs": dim, "reduction": stride, "module": f"stages.{i}"}
-            for i, (dim, stride) in enumerate(zip(embed_dims, strides, strict=True))
-        ]
+        self.describe_stages(embed_dims, strides, num_heads, "stages")
         self.token_anchor = self.anchor(ConvAnchor, "token")
         self.projection_anchor = self.anchor(ProjectionAnchor, "projection")
         rates = drop_path_rates(drop_path_rate, depths)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from common.anchors import ConvAnchor, PooledProjections, ProjectionAnchor
 from common.models.activation import GELU
-from common.models.classifier import Classifier, PaddingMode, Stages, check_heads, resolve_padding
+from common.models.classifier import Classifier, PaddingMode, Stages, resolve_padding
 from common.models.embedding import PatchEmbed
 from common.models.positions import circular_rows, in_eights, linear_rows, one_hot_places
 from common.models.registry import defaults, register_model
@@ -210,18 +210,15 @@ class MViTv2(Classifier):
         if patch_kernel % 2 == 0:
             raise ValueError(f"patch_kernel {patch_kernel} has no centre: choose an odd one")
         dims = [embed_dim * 2**i for i in range(len(depths))]
-        check_heads(dims, [num_heads * 2**i for i in range(len(depths))])
-        self.num_features = dims[-1]
-        self.feature_info = [
-            {"num_chs": dims[i], "reduction": strides[i + 1], "module": f"stages.{i}"} for i in range(len(depths))
-        ]
+        heads = [num_heads * 2**i for i in range(len(depths))]
+        self.describe_stages(dims, strides[1:], heads, "stages")
         patches: Any = {"size": patch_kernel, "stride": patch_stride, "padding": patch_kernel // 2, "norm": False}
         self.patch_embed = PatchEmbed(in_chans=in_chans, dim=embed_dim, padding_mode=self.padding_mode, **patches)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         self.stages = nn.ModuleList(
             MViTv2Stage(dim=dims[max(i - 1, 0)], out_dim=dims[i], depth=depths[i],
                         size=(self.img_size[0] // strides[i], self.img_size[1] // strides[i]), stride_q=stride_q[i],
-                        stride_kv=strides_kv[i], num_heads=num_heads * 2**i, mlp_ratio=mlp_ratio, drop_path=rates[i],
+                        stride_kv=strides_kv[i], num_heads=heads[i], mlp_ratio=mlp_ratio, drop_path=rates[i],
                         padding_mode=self.padding_mode, circular=adaptive)
             for i in range(len(depths))
         )  # fmt: skip

@@ -23,7 +23,6 @@ __all__ = [
     "Classifier",
     "PaddingMode",
     "Stages",
-    "check_heads",
     "check_images",
     "check_size",
     "resolve_padding",
@@ -74,16 +73,6 @@ def check_size(size: tuple[int, int], multiple: tuple[int, int], why: str) -> No
                      "build the model with another img_size")  # fmt: skip
 
 
-def check_heads(dims: Sequence[int], num_heads: Sequence[int]) -> None:
-    """Raise unless every stage has heads, and as many as divide its width: a head is a slice of the channels."""
-    if len(dims) != len(num_heads):
-        raise ValueError(f"num_heads {tuple(num_heads)} must have one entry for each of {len(dims)} stages")
-    for i, (dim, heads) in enumerate(zip(dims, num_heads, strict=True)):
-        if heads < 1 or dim % heads:
-            raise ValueError(f"num_heads {tuple(num_heads)}: {heads} heads do not divide the {dim} channels of stage "
-                             f"{i}; choose a divisor of {dim}")  # fmt: skip
-
-
 def resolve_padding(padding_mode: PaddingMode | None, adaptive: bool) -> PaddingMode:
     """How convolutions pad: circularly in an adaptive model, with zeros in a default one unless told otherwise."""
     if adaptive and padding_mode == "zeros":
@@ -118,6 +107,22 @@ class Classifier(HubModel):
         self.feature_info: list[dict[str, Any]] = []
         self.canonicalize = Canonical()
         self.check_size(self.img_size)
+
+    def describe_stages(self, dims: Sequence[int], strides: Sequence[int], num_heads: Sequence[int],
+                        modules: str) -> None:  # fmt: skip
+        """Note the width and the stride (in pixels) of every stage, ``modules.0`` and so on. Raise unless each has
+        heads, and as many as divide its width: a head is a slice of the channels."""
+        if len(dims) != len(num_heads):
+            raise ValueError(f"num_heads {tuple(num_heads)} must have one entry for each of {len(dims)} stages")
+        for i, (dim, heads) in enumerate(zip(dims, num_heads, strict=True)):
+            if heads < 1 or dim % heads:
+                raise ValueError(f"num_heads {tuple(num_heads)}: {heads} heads do not divide the {dim} channels of "
+                                 f"stage {i}; choose a divisor of {dim}")  # fmt: skip
+        self.num_features = dims[-1]
+        self.feature_info = [
+            {"num_chs": dim, "reduction": stride, "module": f"{modules}.{i}"}
+            for i, (dim, stride) in enumerate(zip(dims, strides, strict=True))
+        ]
 
     def check_size(self, size: tuple[int, int]) -> None:
         """Raise unless this model takes images of ``size`` (adaptive: is exact for them)."""

@@ -8,7 +8,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from ..anchors import ConvAnchor, MergeAnchor, WindowAnchor
-from .classifier import Classifier, Stages, check_heads, to_pair
+from .classifier import Classifier, Stages, to_pair
 from .embedding import PatchEmbed
 from .windows import shifted_window_mask, window_shift
 
@@ -54,12 +54,7 @@ class WindowedClassifier(Classifier):
             raise ValueError(f"{error}. This one fits window_size={near}") from None
         self.windows = windows
         self.dims = [arguments["embed_dim"] * 2**i for i in range(len(depths))]
-        check_heads(self.dims, arguments["num_heads"])
-        self.num_features = self.dims[-1]
-        self.feature_info = [
-            {"num_chs": dim, "reduction": stride, "module": f"layers.{i}"}
-            for i, (dim, stride) in enumerate(zip(self.dims, strides, strict=True))
-        ]
+        self.describe_stages(self.dims, strides, arguments["num_heads"], "layers")
         self.token_anchor = self.anchor(ConvAnchor, "token")
         self.merge_anchor = self.anchor(MergeAnchor, "merge")
         self.window_anchor = self.anchor(WindowAnchor, "window")
