@@ -122,11 +122,9 @@ class UperNet(HubModel):
         """(logits, auxiliary logits); under a distributed wrapper call ``model(x, auxiliary=True)`` instead."""
         return self.forward(x, auxiliary=True)
 
-    @classmethod
-    def from_pretrained(cls, source: str | os.PathLike[str], **kwargs: Any) -> "UperNet":
-        model = super().from_pretrained(source, **kwargs)
-        model.fit_input("img_size" in kwargs)
-        return model
+    def take_input(self, stored: dict[str, Any] | None, resized: bool = False) -> None:
+        super().take_input(stored)
+        self.fit_input(resized)
 
     def fit_input(self, resized: bool = False) -> None:
         if self.stored_input is not None:

@@ -242,13 +242,10 @@ class Classifier(HubModel):
 
         return depth
 
-    @classmethod
-    def from_pretrained(cls, source: str | os.PathLike[str], **kwargs: Any) -> Self:
-        """As ``HubModel.from_pretrained``. The preprocessor file, where there is one, tells timm mean, std and size."""
-        model = super().from_pretrained(source, **kwargs)
-        if stored := model.stored_input:
-            model.set_input(**stored | ({"size": model.img_size, "resize": None} if "img_size" in kwargs else {}))
-        return model
+    def take_input(self, stored: dict[str, Any] | None, resized: bool = False) -> None:
+        """As ``HubModel.take_input``; timm is told mean, std and size, too."""
+        if stored:
+            self.set_input(**stored | ({"size": self.img_size, "resize": None} if resized else {}))
 
     def save_pretrained(self, save_directory: str | os.PathLike[str],
                         state_dict: dict[str, Tensor] | None = None) -> Path:  # fmt: skip

@@ -119,6 +119,10 @@ class HubModel(nn.Module):
         switched = {"canonical": self.canonical} if "canonical" in self.config else {}  # may be set on a built model
         return {"model_type": OURS + self.model_type, **self.config, **switched, **labels, **self.timm_config()}
 
+    def take_input(self, stored: dict[str, Any] | None, resized: bool = False) -> None:
+        """Keep what the preprocessor file beside a model says; ``resized``: but for images of the model's own size."""
+        self.stored_input = stored
+
     def fit_input(self, resized: bool = False) -> None:
         """Have ``stored_input`` describe images that the model takes, if it is adaptive or of another size by now."""
 
@@ -151,7 +155,7 @@ class HubModel(nn.Module):
             warnings.warn(f"{', '.join(fresh)} of {source} belong to {config['num_classes']} classes: they start anew "
                           f"for {arguments['num_classes']} and need training", stacklevel=2)  # fmt: skip
         model.class_names = names if same else ()
-        model.stored_input = read_input(cls.input_fields, source, **hub)
+        model.take_input(read_input(cls.input_fields, source, **hub), "img_size" in overrides)
         return model.eval()
 
     @classmethod

@@ -14,7 +14,6 @@ import torch
 from timm.models._features import FeatureGetterNet
 from torch import nn
 
-from .classifier import Classifier
 from .hub import WEIGHTS_NAME, HubModel, has_config, read_input, resolve_file
 from .weights import load_weights
 
@@ -42,9 +41,7 @@ def expose(name: str, build: Callable[..., HubModel]) -> None:
             if fresh := load_weights(model, resolve_file(source[0], WEIGHTS_NAME, **source[1]), model.last_layer):
                 warnings.warn(f"{', '.join(fresh)} of {source[0]} belong to other classes: they start anew and need "
                               "training", stacklevel=2)  # fmt: skip
-            stored = read_input(model.input_fields, source[0], **source[1])
-            if isinstance(model, Classifier) and stored:
-                model.set_input(**stored | ({"size": model.img_size, "resize": None} if resized else {}))
+            model.take_input(read_input(model.input_fields, source[0], **source[1]), resized)
         return model
 
     _register(name, load)
