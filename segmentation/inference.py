@@ -101,7 +101,7 @@ def write_masks(model: Model, images: Mapping[Path, np.ndarray], directory: Path
 @torch.no_grad()
 def pictures(models: Mapping[str, Model], images: Tensor, shift: Tensor, target: str | os.PathLike[str], *,
              preprocess: ScenePreprocess, kind: Literal["circular", "standard"] = "circular",
-             colours: np.ndarray | None = None, names: Sequence[str] = ()) -> dict[str, list[float]]:  # fmt: skip
+             names: Sequence[str] = ()) -> dict[str, list[float]]:  # fmt: skip
     """The paper's figure as one PNG: a row per image (B, 3, H, W), normalised; ``shift`` (B, 2) moves it.
 
     Columns: the image, the shifted image, and for every model its mask of the one and, shifted back, of the other, with
@@ -127,7 +127,7 @@ def pictures(models: Mapping[str, Model], images: Tensor, shift: Tensor, target:
     seen: dict[int, Patch] = {}
     for k, (name, model) in enumerate(models.items()):
         logits = model(images)
-        table = palette(logits.shape[1]) if colours is None else colours
+        table = palette(logits.shape[1])
         before, after = logits.argmax(1), predict_pixels(model, moved)
         back = circular_shift(after, -shift) if kind == "circular" else standard_shift(after[:, None], -shift, -1)[:, 0]
         if names:
