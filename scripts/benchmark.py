@@ -112,11 +112,8 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=[], help="the same, as a flag")
     parser.add_argument("--preset", choices=PRESETS, help="see above; sets models and settings")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="of a preset")
-    parser.add_argument(
-        "--sections",
-        nargs="+",
-        help="of a preset: speed has inference (with CUDA graphs), compiled (without), train, eager and latency",
-    )
+    parser.add_argument("--sections", nargs="+", help="of a preset: speed has inference (with CUDA graphs), compiled "
+                        "(without), train, eager and latency")  # fmt: skip
     parser.add_argument("--mode", choices=MODES, help="what a contender runs (inference)")
     parser.add_argument("--batch_size", type=count, help="128 where a preset does not say otherwise")
     parser.add_argument("--img_size", type=count, help="each model's own by default")

@@ -30,21 +30,12 @@ from segmentation.splits import EncodedScenes
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        default=list_models("*_micro", exclude_filters="upernet_*"),
-        help="names (random weights in every layer) or directories",
-    )
+    parser.add_argument("--models", nargs="+", default=list_models("*_micro", exclude_filters="upernet_*"),
+                        help="names (random weights in every layer) or directories")  # fmt: skip
     parser.add_argument("--data", default="digits", help="'digits' or a folder; its evaluation split is used")
     parser.add_argument("--images", type=count, default=1000, help="images to classify")
-    parser.add_argument(
-        "--precisions",
-        nargs="+",
-        choices=PRECISIONS,
-        default=["float32", "bf16"],
-        help="precisions of the forward passes",
-    )
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["float32", "bf16"],
+                        help="precisions of the forward passes")  # fmt: skip
     parser.add_argument("--batch_size", type=count, default=50, help="images at once")
     add_device(parser)
     parser.add_argument("--json", help="file to write the counts to")

@@ -32,11 +32,8 @@ from common.publishing.export import FORMATS, Normalised, check_exported, export
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="directory, Hub id, or name (of a checkpoint here; without one, fresh weights)",
-    )
+    parser.add_argument("--model", required=True, help="directory, Hub id, or name (of a checkpoint here; without one, "
+                        "fresh weights)")  # fmt: skip
     parser.add_argument("--format", choices=FORMATS, required=True, help="format of the file")
     parser.add_argument("--output", type=Path, help="file to write; default: outputs/export/MODEL.pt2 or .onnx")
     parser.add_argument("--opset", type=count, help="of ONNX, 18 to 25; default: the one that torch recommends")
