@@ -30,18 +30,16 @@ def expose(name: str, build: Callable[..., HubModel]) -> None:
     """Let timm build ``name``."""
 
     def load(source: Source | None, pretrained: bool, **kwargs: Any) -> HubModel:
-        resized = "img_size" in kwargs
-        if pretrained and source is not None:
-            kwargs = _stored_arguments(name, build, source, kwargs) | kwargs
-        model = build(**kwargs)
-        if pretrained and source is None:
+        if not pretrained:
+            return build(**kwargs)
+        if source is None:
             raise RuntimeError(f"no weights of {name} are published yet: give pretrained_cfg={{'hf_hub_id': ...}} "
                                "or {'file': directory}, or convert timm's (convert.py)")  # fmt: skip
-        if pretrained and source is not None:
-            if fresh := load_weights(model, resolve_file(source[0], WEIGHTS_NAME, **source[1]), model.last_layer):
-                warnings.warn(f"{', '.join(fresh)} of {source[0]} belong to other classes: they start anew and need "
-                              "training", stacklevel=2)  # fmt: skip
-            model.take_input(read_input(model.input_fields, source[0], **source[1]), resized)
+        model = build(**_stored_arguments(name, build, source, kwargs) | kwargs)
+        if fresh := load_weights(model, resolve_file(source[0], WEIGHTS_NAME, **source[1]), model.last_layer):
+            warnings.warn(f"{', '.join(fresh)} of {source[0]} belong to other classes: they start anew and need "
+                          "training", stacklevel=2)  # fmt: skip
+        model.take_input(read_input(model.input_fields, source[0], **source[1]), "img_size" in kwargs)
         return model
 
     _register(name, load)
