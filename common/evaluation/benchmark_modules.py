@@ -70,9 +70,7 @@ def module_calls(model: Classifier, x: Tensor, setting: Setting) -> dict[str, li
         "window selection": [[offset("window_anchor")]],
         "pooling selection": [[offset("projection_anchor") or offset("pool_anchor")]],
         "patch merging": [[getattr(stage, "downsample", None) for stage in stages]],
-        "relative positions": [
-            [getattr(b.attn, name, None) for b in last for name in ("position_bias", "with_positions")]
-        ],
+        "relative positions": [[getattr(block.attn, "with_positions", None) for block in last]],
         "attention": [[block.attn for block in last]],
         "block": [last],
     }
