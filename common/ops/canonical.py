@@ -1,5 +1,7 @@
 """The canonical place of an image, through whole numbers alone: see ``anchors.canonical`` for what it is."""
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -30,25 +32,35 @@ def canonical_place(x: Tensor, kernel: Tensor, packed: torch.dtype | None = None
     """
     if x.device.type == "mps":  # has no float64, and less would not be exact
         return canonical_place(x.cpu(), kernel.cpu())[0].to(x.device), x, None
-    g, width = read(x), x.shape[3]
-    rows, columns = (circulant(kernel[axis, :side]) for axis, side in enumerate(x.shape[2:]))
-    d = g.sum(2).long()  # B, H
+    g, (height, width) = read(x).double(), x.shape[2:]
+    y, z = kernel[0, :height], circulant(kernel[1, :width]).T
+    d = g.sum(2)  # B, H
     best = largest(d - d.roll(1, 1), torch.ones_like(d, dtype=torch.bool))
-    best = largest((d[:, None] * rows).sum(2), best)
-    seen = rows.double() @ g.double()  # B, H, W: below 2^36, in two digits then, as sums of 2^53 are exact
-    near = largest((seen - seen.roll(1, 2)).flatten(1), best.repeat_interleave(width, 1))
+    best = largest(d @ circulant(y).T, best)  # below 2^47: sums are exact up to 2^53
+    left, _ = (best * torch.arange(height, 0, -1, device=x.device)).topk(_most(best), 1)  # zero where there is none
+    row = height - left
+    seen = circulant(y, row) @ g  # B, best rows, W: below 2^36, in two digits then
+    near = largest((seen - seen.roll(1, 2)).flatten(1), (left > 0).repeat_interleave(width, 1))
     upper = (seen * 2**-18).floor()
-    lower = ((seen - upper * 2**18) @ columns.T.double()).long()
-    upper = (upper @ columns.T.double()).long()
-    scores = torch.where(near, (upper * 2**18 + lower).flatten(1), torch.iinfo(torch.int64).min)
-    place = scores.argmax(1)
-    return torch.stack([place // width, place % width], 1), x, None
+    lower = ((seen - upper * 2**18) @ z).long()
+    scores = ((upper @ z).long() * 2**18 + lower).flatten(1)
+    place = torch.where(near, scores, torch.iinfo(torch.int64).min).argmax(1, keepdim=True)
+    return torch.cat([row.gather(1, place // width), place % width], 1), x, None
 
 
-def circulant(k: Tensor) -> Tensor:
-    """(n, n) matrix C[i, j] = k[j - i]: ``C @ a`` correlates a with k."""
-    i = torch.arange(len(k), device=k.device)
-    return k.long()[(i - i[:, None]) % len(k)]
+def _most(among: Tensor) -> int:
+    """How many rows (B, H) an image has at most; all there are in a graph, under ``vmap`` and on a GPU, which would
+    wait for the answer."""
+    if among.is_cpu and not torch.compiler.is_compiling():
+        with suppress(RuntimeError):
+            return int(among.sum(1).max())
+    return among.shape[1]
+
+
+def circulant(k: Tensor, rows: Tensor | None = None) -> Tensor:
+    """(n, n) matrix C[i, j] = k[j - i], or some of its rows (..., n): ``C @ a`` correlates a with k."""
+    j = torch.arange(len(k), device=k.device)
+    return k.double()[(j - (j if rows is None else rows)[..., None]) % len(k)]
 
 
 def read(x: Tensor) -> Tensor:
@@ -62,14 +74,14 @@ def read(x: Tensor) -> Tensor:
     first, *others = x.nan_to_num_(0).unbind(1)
     g = residue(first)
     for level in others:
-        g = residue((g + HALF).mul_(BASE).add_(level))
-    return g
+        g = residue(level.add(g, alpha=BASE))
+    return g.sub_(HALF)
 
 
 def residue(t: Tensor) -> Tensor:
-    """Whole numbers up to 2^18 in float32 modulo the prime, less half of it. The quotient is taken half a step off
-    whole numbers, so that its rounding does not matter."""
-    return t - (t + 0.5).mul_(1 / PRIME).floor_().mul_(PRIME) - HALF
+    """Whole numbers up to 2^18 in float32 modulo the prime. The quotient is taken half a step off whole numbers, so
+    that its rounding does not matter."""
+    return t.sub((t + 0.5).mul_(1 / PRIME).floor_(), alpha=PRIME)
 
 
 def largest(scores: Tensor, among: Tensor) -> Tensor:
