@@ -20,7 +20,7 @@ def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | N
     outputs, channels = len(weight), x.shape[1]
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     whole = x.shape[2] % sh == x.shape[3] % sw == 0
-    if weight.shape[1] == channels >= outputs * kh * kw:
+    if weight.shape[1] == channels and 2 * channels >= outputs * kh * kw:
         t = _by_taps(x, weight, conv.padding)
     else:
         x = circular_pad(x, (pw, kw - 1 - pw, ph, kh - 1 - ph))
@@ -36,12 +36,14 @@ def at_every_position(x: Tensor, weight: Tensor, conv: Strided, bias: Tensor | N
 
 def _by_taps(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
     """For many channels and few outputs: each token by every tap, in one product, added up where the taps point to. On
-    a CPU three to six times as fast as a convolution."""
+    a CPU two to six times as fast as a convolution."""
     (kh, kw), (ph, pw) = weight.shape[2:], padding
-    y = F.linear(x.permute(0, 2, 3, 1), weight.permute(2, 3, 0, 1).flatten(0, 2)).unflatten(-1, (kh, kw, -1))
+    y = F.linear(x.permute(0, 2, 3, 1), weight.permute(3, 2, 0, 1).flatten(0, 2))
     y = y if y.dtype == torch.float64 else y.float()
-    taps = [y[..., i, j, :].roll((ph - i, pw - j), (1, 2)) for i in range(kh) for j in range(kw)]
-    return sum(taps[1:], taps[0]).permute(0, 3, 1, 2)
+    for dim, count, pad in ((2, kw, pw), (1, kh, ph)):
+        first, *others = (tap.roll(pad - i, dim) for i, tap in enumerate(y.chunk(count, -1)))
+        y = sum(others, first)
+    return y.permute(0, 3, 1, 2)
 
 
 def _by_windows(x: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
