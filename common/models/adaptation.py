@@ -50,7 +50,8 @@ def adapt(model: M, **options: Any) -> M:
     if isinstance(model, HubModel):
         kept |= {key: value for key, value in vars(model).items() if key not in vars(twin)}  # the user's own
     elif len(cfg.get("mean") or ()) == len(cfg.get("input_size") or ()) == 3:
-        kept["stored_input"] = input_of_timm(model)
+        resized = tuple(cfg["input_size"][1:]) != twin.img_size  # timm keeps the size of the published weights there
+        kept["stored_input"] = input_of_timm(model) | ({"size": twin.img_size, "resize": None} if resized else {})
     trains, training = {name: p.requires_grad for name, p in model.named_parameters()}, model.training
     recomputes = any(getattr(module, "grad_checkpointing", False) for module in model.modules())
     twin.load_state_dict(model.state_dict(keep_vars=True), strict=True, assign=True)
