@@ -99,9 +99,14 @@ class Preprocess(Normalisation):
         return cls(**stored)
 
     def canvas(self, images: Tensor) -> Tensor:
-        """Normalised and resized, not yet cropped: what a standard shift with a crop starts from. Images that are not
-        uint8 are that already, by ``canvas_of``."""
-        return self.resized(self.normalise(images)) if images.dtype == torch.uint8 else images
+        """Normalised and resized, not yet cropped: what a standard shift with a crop starts from. Fractions are that
+        already, by ``canvas_of``."""
+        if not images.is_floating_point():
+            return self.resized(self.normalise(images))
+        if tuple(images.shape[-2:]) != tuple(self.canvas_size):
+            raise ValueError(f"images of {images.dtype} and {tuple(images.shape[-2:])} px are not a canvas of "
+                             f"{self.canvas_size}: give uint8, which is resized and normalised")  # fmt: skip
+        return images
 
     def canvas_of(self, pixels: np.ndarray) -> Tensor:
         """The canvas (3, h, w) of one image (h, w, 3), uint8, of any size. Small ones are resized as whole batches of
