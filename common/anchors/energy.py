@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.choice import phase_scores, to_float64
+from ..ops.choice import phase_scores, square_and_along, to_float64
 from ..ops.everywhere import at_every_position
 from ..ops.strided import Strided
 from .scores import find_score
@@ -27,13 +27,13 @@ class Projection(NamedTuple):
 def token_energy(t: Tensor, score: str, dim: int = 1) -> Tensor:
     """|t|^2 over channels at ``dim`` or, where a score breaks ties, |t|^2 + 0.01 rms <r, t> with a fixed unit vector r,
     since energy cannot tell t from -t: (B, D, H, W) -> (B, H, W)."""
-    energy = t.square().sum(dim)
-    if not find_score(score).tie_break:
-        return energy
     t = t.movedim(dim, -1)
     channel = torch.arange(t.shape[-1], device=t.device, dtype=t.dtype)
     r = torch.sin(1.0 + 12.9898 * channel) * (2.0 / t.shape[-1]) ** 0.5  # no model is likely to be aligned with it
-    energy, along = to_float64(energy), to_float64((t * r).sum(-1))
+    energy, along = square_and_along(t, r)
+    if not find_score(score).tie_break:
+        return energy
+    energy, along = to_float64(energy), to_float64(along)
     return energy + 0.01 * energy.mean((-2, -1), keepdim=True).sqrt() * along
 
 

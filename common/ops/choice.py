@@ -11,7 +11,8 @@ from .. import kernels
 from .dispatch import op, reference
 from .roll import roll
 
-__all__ = ["best_offset", "best_partition", "moments", "observed_scores", "phase_scores", "to_float64"]
+__all__ = ["best_offset", "best_partition", "moments", "observed_scores", "phase_scores", "square_and_along",
+           "to_float64"]  # fmt: skip
 
 _OBSERVED: list[Tensor] | None = None
 
@@ -70,6 +71,15 @@ def moments(x: Tensor, direction: Tensor) -> tuple[Tensor, ...]:
     with ``direction``, in float32 at least."""
     x = x if x.dtype == torch.float64 else x.float()
     return x.sum(-1), x.square().sum(-1), (x * direction[: x.shape[-1]].to(x)).sum(-1)
+
+
+def square_and_along(x: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+    """|x|^2 and <direction, x> of x (..., C), not in autocast's precision. Where channels are beside one another,
+    nothing as large as x is written; a compiler sees to that itself."""
+    if torch.compiler.is_compiling() or x.stride(-1) != 1 or not x.is_cpu:
+        return x.square().sum(-1), (x * direction).sum(-1)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.linalg.vector_norm(x, dim=-1).square(), x @ direction
 
 
 class Fusable(Protocol):
