@@ -130,20 +130,18 @@ def render(folder: Path) -> str:
 
 
 CIFAR = [
-    "The paper has five seeds of 100 epochs. The last columns show the epochs and the number of our runs, all of seed",
-    "0, in bf16, at the paper's batch of 96. Our CIFAR-10 is stored as JPEG of quality 75 with colours at half the",
-    "resolution, so it has less detail than the paper's; we did not measure how much top-1 that costs. C-Cons is",
-    "given with the canonical anchor on / off, or only with it on; for `cifar10_modules` and `cifar10_no_*` it is",
-    "off. `cifar10` has the paper's score (`energy`, all channels), `cifar10_ours` our default (`docs/scores.md`).",
-    "`cifar10_canonical` has the canonical anchor and none of the paper's modules. Standard shifts of CIFAR images",
-    "reach an eighth of the side (the paper does not say how far), and zeros fill the border. The paper's S-Cons come",
-    "from separate trainings (recipes name their top-1); ours are of the same model. **Our default models are far less",
-    "consistent than the paper's**: gaps to adaptive models are not comparable. How far shifts go matters most here:",
-    "`mvitv2_mini` has a C-Cons of 56.82 for ours, which go anywhere, and of 91.04 for -4 to 3 of its 32 px (10,000",
-    "images). Earlier code of the authors draws -32 to 31 of 224 px (`c_cons_near@32`). The paper does not say,",
-    "but its tab. supp_sensitivity has 88 to 92 for shifts of up to a quarter, a half and all of the side. Two more",
-    "suspects: the paper names RandAugment for ImageNet alone, and `swin_mini` has 81 % S-Cons with it, 60 without",
-    "(`docs/scores.md`); its table resizes to 256 and crops 224, as we do, its text resizes to 224.", "",
+    "The paper has five seeds of 100 epochs. The last columns show epochs and number of our runs, of seed 0, in bf16,",
+    "at the paper's batch of 96. Our CIFAR-10 is stored as JPEG (quality 75, colours at half the resolution); we did",
+    "not measure what that costs. C-Cons is given with the canonical anchor on / off, or only with it on; for",
+    "`cifar10_modules` and `cifar10_no_*` it is off. `cifar10` has the paper's score (`energy`, all channels),",
+    "`cifar10_ours` our default (`docs/scores.md`). `cifar10_canonical` has the canonical anchor and none of the",
+    "paper's modules. Standard shifts reach an eighth of the side (the paper does not say), zeros fill the border. The",
+    "paper's S-Cons come from separate trainings (recipes name their top-1); ours are of the same model. **Our default",
+    "models are far less consistent than the paper's**, so gaps are not comparable. How far shifts go matters: C-Cons",
+    "of `mvitv2_mini` is 56.82 for ours, of any length, and 91.04 for -4 to 3 of its 32 px (10,000 images). Earlier",
+    "code of the authors draws -32 to 31 of 224 px; the paper does not say, and tab. supp_sensitivity has 88 to 92 for",
+    "shifts of any length. Two more suspects: it names RandAugment for ImageNet alone (`swin_mini` has 81 % S-Cons",
+    "with it, 60 without); its table resizes to 256 and crops 224, as we do, its text to 224.", "",
 ]  # fmt: skip
 STRENGTHS = ("shift", "mixup", "cutmix", "erase", "rand_augment")
 LEAST = 20  # epochs of a run that stands in a row
