@@ -112,6 +112,7 @@ def test_none_whole_is_an_error_and_none_at_all_a_start(tmp_path: Path) -> None:
         ({"identity": 3}, "must name its run"),
         ({"processes": 0}, "how many processes"),
         ({"processes": 2}, r"no random states of processes \[1\]"),
+        ({"processes": 10**12}, r"no random states of processes \[1, 2, 3, 4, 5\]"),  # of which no list has room
     ],
 )
 def test_nonsense_in_progress_is_refused(used: Path, change: dict[str, Any], message: str) -> None:

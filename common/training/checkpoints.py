@@ -4,6 +4,7 @@ A checkpoint is whole if every file has the digest that ``manifest.json``, which
 """
 
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -121,8 +122,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     processes = state.get("processes")
     if not isinstance(state.get("identity"), dict) or not _is_count(processes) or not processes:
         raise ValueError(f"{path / PROGRESS_NAME} is invalid: it must name its run and how many processes wrote it")
-    if missing := [i for i in range(processes) if f"random_states_{i}.pkl" not in digests]:
-        raise ValueError(f"{path} has no random states of processes {missing[:5]}: it cannot resume exactly")
+    missing = (i for i in range(processes) if f"random_states_{i}.pkl" not in digests)
+    if some := list(itertools.islice(missing, 5)):  # there may be any number
+        raise ValueError(f"{path} has no random states of processes {some}: it cannot resume exactly")
     return state
 
 
