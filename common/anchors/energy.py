@@ -27,13 +27,12 @@ class Projection(NamedTuple):
 def token_energy(t: Tensor, score: str, dim: int = 1) -> Tensor:
     """|t|^2 over channels at ``dim`` or, where a score breaks ties, |t|^2 + 0.01 rms <r, t> with a fixed unit vector r,
     since energy cannot tell t from -t: (B, D, H, W) -> (B, H, W)."""
+    if not find_score(score).tie_break:
+        return t.square().sum(dim)
     t = t.movedim(dim, -1)
     channel = torch.arange(t.shape[-1], device=t.device, dtype=t.dtype)
     r = torch.sin(1.0 + 12.9898 * channel) * (2.0 / t.shape[-1]) ** 0.5  # no model is likely to be aligned with it
-    energy, along = square_and_along(t, r)
-    if not find_score(score).tie_break:
-        return energy
-    energy, along = to_float64(energy), to_float64(along)
+    energy, along = (to_float64(part) for part in square_and_along(t, r))
     return energy + 0.01 * energy.mean((-2, -1), keepdim=True).sqrt() * along
 
 
