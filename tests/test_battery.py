@@ -54,6 +54,11 @@ def test_standard_shifts_are_those_of_the_training(tmp_path: Path) -> None:
     found = battery_of(tmp_path, "digits", limit=90, parts=("plain",), exact_images=1)
     assert found["s_cons"] == cropped["s_cons"]
     assert not default_crop(tmp_path, replace(preprocess, resize=None))  # there is no room
+    (tmp_path / "results.json").write_text('{"settings": null}')
+    assert not default_crop(tmp_path, preprocess, ["top1"])
+    (tmp_path / "results.json").write_text('{"settings": {"cro')
+    with pytest.raises(ValueError, match=r"results\.json is not valid JSON .*: fetch the file anew"):
+        default_crop(tmp_path, preprocess)
 
 
 def test_two_half_pixels_are_one() -> None:

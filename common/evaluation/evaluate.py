@@ -172,18 +172,24 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
 def read_training(source: str | Path) -> dict[str, Any]:
     """The ``results.json`` that training wrote beside a model; nothing where there is none."""
     path = Path(source) / "results.json"
-    found = json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): fetch the file anew, or remove it") from None
     return found if isinstance(found, dict) else {}
 
 
 def default_crop(source: str | Path, preprocess: Preprocess, metrics: Sequence[str] = ("s_cons",)) -> bool:
     """Whether standard shifts of a model's images go under their centre crop, where no flag says: as in its training. A
     warning says so where that is not known."""
-    crop = read_training(source).get("settings", {}).get("crop")
-    if crop is None and preprocess.resize and any(name.startswith("s_cons") for name in metrics):
+    if not preprocess.resize:
+        return False  # there is no room
+    settings = read_training(source).get("settings")
+    crop = settings.get("crop") if isinstance(settings, dict) else None
+    if crop is None and any(name.startswith("s_cons") for name in metrics):
         warnings.warn(f"images of {source} are cropped from {preprocess.resize} px, and standard shifts fill with "
                       "zeros: --crop shifts them under the crop, as on ImageNet", stacklevel=3)  # fmt: skip
-    return bool(crop and preprocess.resize)
+    return bool(crop)
 
 
 def compare_names(names: tuple[str, ...], classes: tuple[str, ...]) -> None:
