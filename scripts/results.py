@@ -92,7 +92,7 @@ def render(folder: Path) -> str:
         *batteries(runs),
         "", "## Ablation", "",
         "The paper's modules on Swin-T, CIFAR-10, 30 epochs, canonical anchor off: top-1 and C-Cons by epoch, as the",
-        "logs in `results/` have them. A run that ended before a measurement has none there.", "",
+        "logs in `results/` have them. The last two runs are of older code.", "",
         format_table([ablation_row(name, swin.RECIPES[name], folder) for name in ABLATION]),
         "", "## Other runs", "",
         "On CIFAR-10: runs with other settings than a row (`docs/scores.md`), shorter runs, runs of older code. Mini",
