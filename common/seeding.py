@@ -30,26 +30,28 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
+def _key(*seeds: int) -> int:
+    """The hash of several numbers, below 2^64, in Python's integers: on a GPU each step of it would be a launch."""
+    key = 0
+    for seed in seeds:
+        z = (key + seed + GAMMA) % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        key = z ^ (z >> 31)
+    return key
+
+
 def hashed_uniform(index: Tensor, columns: int, *seeds: int) -> Tensor:
     """(N,) integers -> (N, columns) numbers in [0, 1), float64; row i depends on ``index[i]`` and ``seeds`` only."""
-    key = torch.zeros((), dtype=torch.long, device=index.device)
-    for seed in seeds:
-        key = _mix(key + seed + (GAMMA - 2**64))
+    key = (_key(*seeds) + 2**63) % 2**64 - 2**63  # as int64 has it
     column = torch.arange(1, columns + 1, device=index.device)
     z = _mix(_mix(index.long()[:, None] + key) + column * (GAMMA - 2**64))
     return ((z >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 def derive_seed(*seeds: int) -> int:
-    """One seed below 2^31 for a library's generator out of several numbers: ``hashed_uniform`` of index 0, in Python's
-    integers, which take a hundredth of the time of as many small tensors."""
-    key = 0
-    for seed in (*seeds, -GAMMA, 0):  # then index 0 as it is, and the first column
-        z = (key + seed + GAMMA) % 2**64
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-        key = z ^ (z >> 31)
-    return key >> 33
+    """One seed below 2^31 for a library's generator out of several numbers: ``hashed_uniform`` of index 0."""
+    return _key(*seeds, -GAMMA, 0) >> 33  # index 0 as it is, then the first column
 
 
 @contextmanager

@@ -84,6 +84,16 @@ def test_a_derived_seed_is_hashed_as_tensors_are(seeds: tuple[int, ...]) -> None
     assert derive_seed(*seeds) == int(uniform.item() * 2**31)
 
 
+def test_hashed_numbers_stay_what_they_are() -> None:
+    """Else a resumed run goes on with other images, and measured C-Cons belong to other shifts."""
+    assert hashed_uniform(torch.tensor([0, 7, 2**40]), 2, 3, 1, 4).tolist() == [
+        [0.9998278403469285, 0.11078407483378028],
+        [0.11757026813118632, 0.04987462764538886],
+        [0.8536038964770445, 0.9304954776109513],
+    ]
+    assert hashed_uniform(torch.tensor([5]), 1, -2, 2**63 - 1).tolist() == [[0.5218261656173977]]
+
+
 def test_hashed_uniform_is_uniform_and_uncorrelated() -> None:
     u = hashed_uniform(torch.arange(20000), 4, 1, 2, 3)
     assert u.min() >= 0
