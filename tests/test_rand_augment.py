@@ -33,11 +33,11 @@ def test_operations_are_timms(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
                         for picture in PICTURES]  # fmt: skip
             count = len(PICTURES)
             given = torch.full((count,), k), torch.full((count,), level), torch.full((count,), sign)
-            found = augment(IMAGES, *given, FILL).permute(0, 2, 3, 1)
+            found = augment(IMAGES, *given, torch.tensor(FILL)).permute(0, 2, 3, 1)
             away = (found - torch.from_numpy(np.stack(expected))).abs()
             assert away.max() <= 1, (level, sign)  # a level, where sums of products are rounded
             assert (away > 0).float().mean() < 0.04, (level, sign)
-            still = augment(IMAGES, torch.full((count,), -1), *given[1:], FILL)
+            still = augment(IMAGES, torch.full((count,), -1), *given[1:], torch.tensor(FILL))
             assert torch.equal(still, IMAGES)
 
 
@@ -88,6 +88,19 @@ def test_it_works_on_what_the_model_sees() -> None:
     always = RandAugment.read("rand-p1-n4-inc1", mean)
     assert always.fill == (128.0, 102.0, 76.0)
     assert Preprocess(size=(24, 20), rand_augment=always).train(pixels, index, 0).shape == (2, 3, 24, 20)
+
+
+@pytest.mark.slow
+def test_compiled_it_gives_the_same_pixels() -> None:
+    """Else ``--compile`` trains on other images. A level, where products and sums of a move are fused."""
+    images, index = IMAGES.repeat(20, 1, 1, 1), torch.arange(60)
+    plain, compiled = (
+        RandAugment.read("rand-m9-n1-mstd0.5-p1-inc1", (0.5, 0.4, 0.3), fused) for fused in (False, True)
+    )
+    for epoch in range(2):
+        away = (compiled(images, index, 3, epoch) - plain(images, index, 3, epoch)).abs()
+        assert away.max() <= 1
+        assert (away > 0).float().mean() < 0.02
 
 
 @pytest.mark.parametrize(

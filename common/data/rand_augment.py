@@ -10,6 +10,8 @@ timm draws bilinear or bicubic for each.
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +23,13 @@ __all__ = ["OPERATIONS", "RandAugment", "augment"]
 
 OPERATIONS = ("auto_contrast", "equalize", "invert", "rotate", "posterize", "solarize", "solarize_add", "color",
               "contrast", "brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y")  # fmt: skip
-LUMA = (19595.0, 38470.0, 7471.0)  # of red, green and blue, over 65536
+MOVES = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
 
 
 @dataclass(frozen=True)
 class RandAugment:
     """``layers`` operations per image, each with ``probability`` and a magnitude of 0 to 10 about ``magnitude``.
+    ``compiled``: by torch.compile, which makes 15 kernels of the 260 of a layer.
 
     Shapes: images (B, 3, H, W) of whole levels 0 to 255 in floating point, index (B,) -> the same.
     """
@@ -36,9 +39,10 @@ class RandAugment:
     deviation: float = 0.0
     probability: float = 0.5
     fill: tuple[float, float, float] = (128.0, 128.0, 128.0)
+    compiled: bool = False
 
     @classmethod
-    def read(cls, specification: str, mean: tuple[float, float, float]) -> "RandAugment":
+    def read(cls, specification: str, mean: tuple[float, float, float], compiled: bool = False) -> "RandAugment":
         """By a specification such as ``rand-m9-mstd0.5-inc1``; ``mean`` is the colour that comes in at borders."""
         kind, *parts = specification.split("-")
         found = {match[1]: match[2] for part in parts if (match := re.fullmatch(r"(m|n|mstd|p|inc)([\d.]+)", part))}
@@ -53,29 +57,35 @@ class RandAugment:
                              "with m, n, mstd, p and inc1 (operations that increase with the magnitude)")  # fmt: skip
         magnitude, layers, deviation, probability = settings
         red, green, blue = (float(min(255, round(255 * value))) for value in mean)
-        return cls(magnitude, int(layers), deviation, probability, (red, green, blue))
+        return cls(magnitude, int(layers), deviation, probability, (red, green, blue), compiled)
 
     def __call__(self, images: Tensor, index: Tensor, *seeds: int) -> Tensor:
         u = hashed_uniform(index, 4 * self.layers, *seeds, 3).float()
+        fill, layer = constants(self.fill, images.device), _compiled() if self.compiled else augment
         for drawn, chosen, sign, normal in zip(*(u[:, k::4].unbind(1) for k in range(4)), strict=True):
             operation = torch.where(chosen < self.probability, (drawn * len(OPERATIONS)).long(), -1)
             magnitude = self.magnitude + self.deviation * torch.special.ndtri(normal.clamp(1e-6, 1 - 1e-6))
             level = magnitude.clamp(0, 10) / 10
-            images = augment(images, operation, level, torch.where(sign < 0.5, -1.0, 1.0), self.fill)
+            images = layer(images, operation, level, torch.where(sign < 0.5, -1.0, 1.0), fill)
         return images
 
 
-def augment(x: Tensor, operation: Tensor, level: Tensor, sign: Tensor, fill: tuple[float, float, float]) -> Tensor:
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    return torch.compile(augment)
+
+
+def augment(x: Tensor, operation: Tensor, level: Tensor, sign: Tensor, fill: Tensor) -> Tensor:
     """Image i by operation ``operation[i]`` of ``OPERATIONS`` at ``level[i]`` in [0, 1], to the side ``sign[i]``; none
-    where that is -1. Shapes: x (B, 3, H, W), the others (B,)."""
+    where that is -1. ``fill`` comes in at borders. Shapes: x (B, 3, H, W), fill (3,), the others (B,)."""
     operation, level, sign = (t.view(-1, 1, 1, 1) for t in (operation, level, sign))
     drawn = {name: operation == k for k, name in enumerate(OPERATIONS)}
     factor = (1 + sign * 0.9 * level).clamp_min(0.1)  # of blends: 1 leaves an image as it is
-    luma = constants(LUMA, x.device).view(1, 3, 1, 1)
-    grey = ((x * luma).sum(1, keepdim=True).add(32768) / 65536).floor()
+    red, green, blue = x.split(1, 1)
+    grey = ((19595 * red + 38470 * green + 7471 * blue + 32768) / 65536).floor()
     y = torch.where(drawn["color"], _blend(grey, x, factor), x)
     y = torch.where(drawn["sharpness"], _blend(_blur(x), x, factor), y)
-    moved = drawn["rotate"] | drawn["shear_x"] | drawn["shear_y"] | drawn["translate_x"] | drawn["translate_y"]
+    moved = torch.stack([drawn[name] for name in MOVES]).any(0)
     y = torch.where(moved, _move(x, drawn, sign * level, fill), y)
     tabled = drawn["color"] | drawn["sharpness"] | moved | (operation < 0)
     table = _table(x, drawn, level, factor, grey)  # B, 3, 256
@@ -94,11 +104,11 @@ def _blur(x: Tensor) -> Tensor:
     return torch.cat([x[:, :, :1], torch.cat([x[:, :, 1:-1, :1], inner, x[:, :, 1:-1, -1:]], 3), x[:, :, -1:]], 2)
 
 
-def _move(x: Tensor, drawn: dict[str, Tensor], by: Tensor, fill: tuple[float, float, float]) -> Tensor:
+def _move(x: Tensor, drawn: dict[str, Tensor], by: Tensor, fill: Tensor) -> Tensor:
     """Rotated by up to 30 degrees, sheared by up to 0.3, moved by up to 0.45 of a side; each pixel's colour is that of
     its place before."""
     height, width = x.shape[2:]
-    share = {name: torch.where(drawn[name], by, 0.0)[..., 0] for name in drawn}  # B, 1, 1
+    share = {name: torch.where(drawn[name], by, 0.0)[..., 0] for name in MOVES}  # B, 1, 1
     row, column = (torch.arange(n, device=x.device) + 0.5 for n in (height, width))
     row, column = row.view(1, -1, 1), column.view(1, 1, -1)
     angle = torch.deg2rad(30 * share["rotate"])
@@ -110,7 +120,7 @@ def _move(x: Tensor, drawn: dict[str, Tensor], by: Tensor, fill: tuple[float, fl
     grid = torch.stack([2 * at_column / width - 1, 2 * at_row / height - 1], 3)
     inside = (at_column >= 0) & (at_column < width) & (at_row >= 0) & (at_row < height)
     seen = F.grid_sample(x, grid, padding_mode="border", align_corners=False).floor()
-    return torch.where(inside[:, None], seen, constants(fill, x.device).view(1, 3, 1, 1))
+    return torch.where(inside[:, None], seen, fill.view(1, 3, 1, 1))
 
 
 def _table(x: Tensor, drawn: dict[str, Tensor], level: Tensor, factor: Tensor, grey: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class Classification(Task[Recipe]):
         self.model = self.build(len(train.classes))
         warn_of_misfit(recipe, self.model.img_size, train, accelerator)
         keys = ("resize", "mean", "std", "flip", "rotate", "scale", "shift", "circular", "erase")
-        augment = RandAugment.read(recipe.rand_augment, recipe.mean) if recipe.rand_augment else None
+        augment = RandAugment.read(recipe.rand_augment, recipe.mean, options.compile) if recipe.rand_augment else None
         self.preprocess = Preprocess(size=self.model.img_size, rand_augment=augment,
                                      **{key: getattr(recipe, key) for key in keys})  # fmt: skip
         self.model.set_input(**{key: getattr(self.preprocess, key) for key in self.preprocess.STORED})
