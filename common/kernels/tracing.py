@@ -3,8 +3,9 @@
 We determine only once which of its arguments a kernel writes to. To find out, torch lowers the kernel to Triton's
 intermediate code: for every launch in a graph, and up to four times for each. Kernels with unrolled loops take a second
 every time, and a model launches the same ones block after block. What is found depends on the kernel, on the types of
-its tensors and on its other arguments alone, so it is kept by these. (torch is about to do so itself, see its pull
-request 193227.)
+its tensors and on its other arguments, but of numbers only on whether they are zero, which switches a part of a kernel
+off. So it is kept by these: not once for every size. (torch is about to keep it by all arguments, see its pull request
+193227.)
 
 torch caches compiled graphs on disk, and its key has only the names of our operators. We add a hash of their source to
 the key: else a cached graph could run with the kernels of another version.
@@ -66,10 +67,11 @@ def remembered(analyse: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def type_of(value: Any) -> Any:
-    """What is asked of an argument: of a tensor, or what stands for one in a compiler, its type; of others all. None of
-    what is not known."""
+    """What is asked of an argument: of a tensor, or what stands for one in a compiler, its type; of a number, whether
+    it is zero; of others all. None of what is not known."""
     if isinstance(value, SIMPLE):
-        return isinstance(value, bool), value
+        number = isinstance(value, Number) and not isinstance(value, bool)
+        return number, bool(value) if number else value
     if isinstance(value, Tensor):
         return Tensor, value.dtype
     dtype = getattr(value, "get_dtype", None)
