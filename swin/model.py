@@ -122,7 +122,8 @@ class Swin(WindowedClassifier):
 
     Args:
         img_size: image side or (height, width) the model is built for. Adaptive models take any multiple of
-            ``multiple``; default models take any multiple of the patch and pad windows.
+            ``multiple``; default models take any multiple of the patch and pad windows
+            (then shift them; timm shifts first).
         adaptive: anchor tokens, windows and patch merging.
         canonical: roll the image to its canonical place first, so that outputs are bit-identical under shifts.
         anchors: which anchors an adaptive model has (the paper's ablation removes one at a time).

@@ -133,7 +133,8 @@ class SwinV2(WindowedClassifier):
 
     Args:
         img_size: image side or (height, width) the model is built for. Adaptive models take any multiple of
-            ``multiple``; default models take any multiple of the patch and pad windows.
+            ``multiple``; default models take any multiple of the patch and pad windows
+            (then shift them; timm shifts first).
         pretrained_window_sizes: per stage, the window that the position bias was trained with; 0 for this model's own.
         adaptive: anchor tokens, windows and patch merging.
         canonical: roll the image to its canonical place first, so that outputs are bit-identical under shifts.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import transformers
 from conftest import Uninitialised, randomize
 from safetensors.torch import load_file
@@ -82,6 +83,62 @@ def test_windows_of_odd_grids_are_those_of_timm(name: str) -> None:
     assert ours.windows == [(15, 11), (8, 6), (4, 3), (2, 2)]
     x = torch.randn(1, 3, 60, 44, dtype=torch.float64)
     assert_equal_outputs(ours, lambda x: (reference(x), reference.forward_intermediates(x)[1]), x)
+
+
+@pytest.mark.parametrize("name", [name for name in TIMM if "tiny" in name])
+def test_learns_as_timm(name: str) -> None:
+    reference_name, convert = TIMM[name]
+    small: dict[str, Any] = dict(img_size=56 if name == "swin_tiny" else 64, num_classes=10, drop_path_rate=0.0)
+    reference, ours = randomize(timm.create_model(reference_name, **small)), create_model(name, **small)
+    assert_equal_gradients(ours, reference, reference, convert.from_timm)
+
+
+def test_learns_as_transformers() -> None:
+    config = transformers.CvtConfig(depth=[1, 2, 10], num_labels=10, drop_path_rate=[0.0, 0.0, 0.0])
+    reference = randomize(transformers.CvtForImageClassification(config))
+    ours = create_model("cvt_13", img_size=64, num_classes=10, drop_path_rate=0.0)
+    assert_equal_gradients(ours, reference, lambda x: reference(x).logits, cvt.convert.from_transformers)
+
+
+def assert_equal_gradients(ours: Any, reference: nn.Module, theirs: Callable[[Tensor], Tensor],
+                           convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:  # fmt: skip
+    """By what a step changes, in training mode: operations have backward passes of their own, and batch norms keep
+    averages. Softmax does not see a bias of keys, which has no gradient."""
+    reference.double().train(), ours.double().train()
+    ours.load_state_dict(convert(reference.state_dict()), strict=True)
+    before = {key: tensor.clone() for key, tensor in ours.state_dict().items() if tensor.is_floating_point()}
+    x, y = torch.randn(2, 3, *ours.img_size, dtype=torch.float64), torch.tensor([3, 7])
+    for model, parameters in ((ours, ours.parameters()), (theirs, reference.parameters())):
+        step = torch.optim.SGD(parameters, 1.0)
+        F.cross_entropy(model(x), y).backward()
+        step.step()
+    found, expected = ours.state_dict(), convert(reference.state_dict())
+    unmoved = []
+    for key, start in before.items():
+        moved = expected[key] - start
+        if moved.abs().max() < 1e-12:
+            unmoved.append(key)
+        assert (found[key] - expected[key]).abs().max() < 1e-9 * moved.abs().max() + 1e-14, key
+    assert len(unmoved) < len(before) / 10, unmoved
+
+
+@pytest.mark.parametrize("version", ["swin", "swinv2"])
+def test_windows_that_do_not_fit_are_those_of_transformers(version: str) -> None:
+    """19 x 19 tokens, then 10 x 10, in windows of 7: padded, then shifted. timm shifts first."""
+    shape: dict[str, Any] = dict(image_size=76, embed_dim=24, depths=[2, 2], num_heads=[3, 6], window_size=7)
+    more: dict[str, Any] = {}
+    if version == "swin":
+        reference: Any = transformers.SwinForImageClassification(transformers.SwinConfig(**shape))
+        convert: Any = swin.convert
+    else:
+        reference = transformers.Swinv2ForImageClassification(transformers.Swinv2Config(**shape))
+        convert, more = swinv2.convert, {"pretrained_window_sizes": (0, 0)}
+    reference = randomize(reference).double().eval()
+    ours: Any = create_model(f"{version}_tiny", img_size=76, embed_dim=24, depths=(2, 2), num_heads=(3, 6),
+                             window_size=7, num_classes=2, **more).double().eval()  # fmt: skip
+    ours.load_state_dict(convert.from_transformers(reference.state_dict()), strict=True)
+    x = torch.randn(1, 3, 76, 76, dtype=torch.float64)
+    assert_equal_outputs(ours, lambda x: (reference(x).logits, ours.forward_intermediates(x)[1]), x)
 
 
 def transformers_model(name: str) -> tuple[nn.Module, Any]:

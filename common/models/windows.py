@@ -47,7 +47,9 @@ def shifted_window_mask(size: tuple[int, int], window: tuple[int, int], shift: t
 
 
 def in_whole_windows(attention: Callable[..., Tensor], x: Tensor, window: tuple[int, int], *args: Any) -> Tensor:
-    """``attention(x, ...)`` for (B, H, W, C); sides that are no multiple of the window are zero-padded and cropped."""
+    """``attention(x, ...)`` for (B, H, W, C); sides that are no multiple of the window are zero-padded and cropped.
+
+    Shifted windows are shifted after that, as in Swin's detector and in transformers. timm shifts first."""
     height, width = x.shape[1:3]
     pad_h, pad_w = (-side % w for side, w in zip((height, width), window, strict=True))
     if not (pad_h or pad_w):
