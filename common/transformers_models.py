@@ -30,8 +30,8 @@ from transformers.modeling_outputs import ImageClassifierOutput, SemanticSegment
 
 from segmentation.preprocess import ScenePreprocess
 
+from .data.images import see
 from .data.preprocess import PREPROCESSOR_NAME, Preprocess
-from .data.sources import see
 from .evaluation.metrics import IGNORE_INDEX
 from .models.hub import OURS, HubModel, resolve_file
 from .models.registry import PACKAGES, class_of

@@ -27,8 +27,8 @@ from tqdm.auto import tqdm
 
 import shiftvit
 from common import from_pretrained, list_models
+from common.data.images import read_image
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
-from common.data.sources import read_image
 from common.evaluation.evaluate import from_timm
 from common.evaluation.flags import add_device, count
 from common.evaluation.tables import format_table, write_json

@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from tqdm.auto import tqdm
 
+from common.data.images import open_image
 from common.data.sources import (
     IMAGE_COLUMNS,
     IMAGE_SUFFIXES,
     find_column,
     held_out,
     import_datasets,
-    open_image,
     parquet_files,
     read_columns,
     row_name,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.sources import decode_image, open_image
+from common.data.images import decode_image, open_image
 from common.data.splits import Arrays, Split, spread
 from common.evaluation.metrics import IGNORE_INDEX
 

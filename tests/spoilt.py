@@ -27,8 +27,9 @@ from accelerate.utils import set_seed
 from PIL import Image
 
 from common import create_model, from_pretrained
+from common.data.images import read_image
 from common.data.preprocess import Preprocess
-from common.data.sources import load_data, read_image
+from common.data.sources import load_data
 from common.training.checkpoints import Progress, latest_checkpoint, load_checkpoint, save_checkpoint, write_manifest
 from segmentation.preprocess import ScenePreprocess
 

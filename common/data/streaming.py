@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from .images import decode_image
 from .preprocess import Preprocess
 from .sources import (
     EVALUATION_SPLITS,
     IMAGE_COLUMNS,
     KNOWN,
     LABEL_COLUMNS,
-    decode_image,
     find_column,
     from_dataset,
     held_out,

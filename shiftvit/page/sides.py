@@ -11,8 +11,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from common import from_pretrained
+from common.data.images import decode_image
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
-from common.data.sources import decode_image
 from common.data.splits import load_digits_data
 from common.models.classifier import Classifier
 from common.models.hub import resolve_file
