@@ -11,7 +11,7 @@ from pathlib import Path
 import shiftvit
 from common.evaluation.battery import FULL, battery_of
 from common.evaluation.evaluate import CROP
-from common.evaluation.flags import add_precision, count, whole
+from common.evaluation.flags import add_precision, add_split, count, whole
 from common.evaluation.tables import format_table
 from common.models.registry import MODEL_ARGUMENTS, parse_arguments
 
@@ -19,7 +19,8 @@ from common.models.registry import MODEL_ARGUMENTS, parse_arguments
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="directory of a trained model, or a Hub id")
-    parser.add_argument("--data", required=True, help="'digits', a folder, or a Hub id; its evaluation split is used")
+    parser.add_argument("--data", required=True, help="'digits', a folder, or a Hub id")
+    add_split(parser)
     parser.add_argument("--parts", nargs="+", choices=FULL, default=list(FULL), help="what to measure (all)")
     add_precision(parser)
     parser.add_argument("--batch_size", type=count, default=250, help="images at once (%(default)s)")
@@ -32,9 +33,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write; a figure of token errors goes beside it")
     args = parser.parse_args()
     results = battery_of(args.model, args.data, mixed_precision=args.mixed_precision, compile=args.compile,
-                         limit=args.limit, target=args.json, arguments=parse_arguments(args.model_args),
-                         parts=tuple(args.parts), batch_size=args.batch_size, exact_images=args.exact_images,
-                         crop=args.crop, seed=args.seed)  # fmt: skip
+                         limit=args.limit, split=args.split, target=args.json,
+                         arguments=parse_arguments(args.model_args), parts=tuple(args.parts),
+                         batch_size=args.batch_size, exact_images=args.exact_images, crop=args.crop,
+                         seed=args.seed)  # fmt: skip
     off = results.get("canonical_off", {})
     measured = {key: value for key, value in results.items() if isinstance(value, float) and "seconds" not in key}
     beside = {key: {"canonical anchor off": off.get(key, "-")} if off else {} for key in measured}

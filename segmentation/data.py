@@ -46,19 +46,22 @@ CLASSES_NAME = "classes.txt"
 MEMORY = 2**31  # bytes of decoded pixels and labels up to which a split of one size is held in memory
 
 
-def load_scenes(name: str, labelling: Labelling | None = None) -> tuple[PixelSplit, PixelSplit]:
+def load_scenes(name: str, labelling: Labelling | None = None,
+                split: str | None = None) -> tuple[PixelSplit, PixelSplit]:  # fmt: skip
     """Train and evaluation split by name: ``digits``, a folder, or a Hub id ``owner/name[@revision]``.
 
     ``labelling`` is that of the folder's ``classes.txt``, or of ``KNOWN`` data sets by the last part of the name, else
-    the labels as they are stored.
+    the labels as they are stored. ``split`` is the one to evaluate, if not the first of the labelling's.
     """
     if not name:
         raise ValueError("this recipe is for data of your own: give a folder or a Hub id by --data")
     if name == "digits":
-        return load_digit_scenes()
+        digits = dict(zip(("train", "test"), load_digit_scenes(), strict=True))
+        return digits["train"], digits[held_out(digits, name, (split or "test",))]
     path = Path(name)
     known = _named_classes(path) or KNOWN.get(path.name.partition("@")[0].lower())
     labelling = labelling or known or Labelling()
+    labelling = replace(labelling, evaluated=(split,)) if split else labelling
     if is_hub_id(name):
         return _load_hub(name, labelling)
     if not path.is_dir():
@@ -68,20 +71,20 @@ def load_scenes(name: str, labelling: Labelling | None = None) -> tuple[PixelSpl
         if known is None:
             warnings.warn(f"{path} is read as ADE20K, 150 classes numbered from 1. If it is not, name its classes in "
                           f"{path / CLASSES_NAME}, one a line, numbered from 0", stacklevel=2)  # fmt: skip
-        train, test = (_read_tree(path, part, known or ADE20K) for part in ("training", "validation"))
+        train, test = (_read_tree(path, part, known or ADE20K) for part in ("training", split or "validation"))
         return _same_classes(train, test)
     return _same_classes(load_split(path, ("train",), labelling), load_split(path, labelling.evaluated, labelling))
 
 
-def load_evaluation(name: str) -> PixelSplit:
-    """The evaluation split by name; without the other one, where the classes are known."""
+def load_evaluation(name: str, split: str | None = None) -> PixelSplit:
+    """The evaluation split by name, as ``load_scenes`` has it; without the other one, where the classes are known."""
     path = Path(name)
     known = _named_classes(path) or KNOWN.get(path.name.lower())
     if known is None or not path.is_dir():
-        return load_scenes(name)[1]
+        return load_scenes(name, split=split)[1]
     if (path / "images").is_dir():
-        return _read_tree(path, "validation", known)
-    return load_split(path, known.evaluated, known)
+        return _read_tree(path, split or "validation", known)
+    return load_split(path, (split,) if split else known.evaluated, known)
 
 
 def _named_classes(folder: Path) -> Labelling | None:

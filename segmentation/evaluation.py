@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from common.data.preprocess import PREPROCESSOR_NAME
 from common.data.workers import outlive_sigterm
 from common.evaluation.evaluate import compare_names, warn_of_fresh_weights
-from common.evaluation.flags import add_precision, check_precision, count, whole
+from common.evaluation.flags import add_precision, add_split, check_precision, count, whole
 from common.evaluation.metrics import (
     circular_pixel_agreement,
     confusion_matrix,
@@ -119,6 +119,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", required=True, help="directory, Hub id, or name (fresh weights)")
     parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
+    add_split(parser)
     parser.add_argument("--metrics", nargs="*", default=["miou", "mascc", "massc"], help=METRICS)
     parser.add_argument("--slide", nargs=2, type=count, metavar=("WINDOW", "STRIDE"),
                         help="average over windows of this side instead of the whole image")  # fmt: skip
@@ -137,7 +138,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     if args.compare and not args.pictures:
         raise ValueError("--compare draws a second model beside the first: say where with --pictures DIR")
     accelerator = check_precision(Accelerator(mixed_precision=args.mixed_precision))
-    split = load_evaluation(args.data).head(args.limit)
+    split = load_evaluation(args.data, args.split).head(args.limit)
     networks, preprocess = {}, None
     for source in filter(None, (args.model, args.compare)):
         network, stored = load_for_evaluation(source, len(split.classes))
@@ -151,6 +152,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
         window, stride = ((side, side) for side in args.slide)
         models = {source: partial(slide, model, window=window, stride=stride) for source, model in models.items()}
     results: dict[str, Any] = {"model": args.model, "data": args.data}
+    results |= {"split": args.split} if args.split else {}
     if args.metrics:
         results |= evaluate(models[args.model], split, preprocess, args.metrics, accelerator=accelerator,
                             batch_size=args.batch_size, seed=args.seed,

@@ -53,6 +53,10 @@ def test_standard_shifts_are_those_of_the_training(tmp_path: Path) -> None:
     assert zeros["s_cons"] != cropped["s_cons"]
     found = battery_of(tmp_path, "digits", limit=90, parts=("plain",), exact_images=1)
     assert found["s_cons"] == cropped["s_cons"]
+    trained = [measure("", [*flags, "--crop", "--split", "train"]), battery_of(
+        tmp_path, "digits", limit=90, split="train", parts=("plain",), exact_images=1)]  # fmt: skip
+    assert [(part["split"], part["s_cons"]) for part in trained] == [("train", trained[0]["s_cons"])] * 2
+    assert trained[0]["s_cons"] != cropped["s_cons"]
     assert not default_crop(tmp_path, replace(preprocess, resize=None))  # there is no room
     (tmp_path / "results.json").write_text('{"settings": null}')
     assert not default_crop(tmp_path, preprocess, ["top1"])

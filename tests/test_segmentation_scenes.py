@@ -91,6 +91,17 @@ def test_splits_are_told_apart_by_whole_names(tmp_path: Path) -> None:
     assert len(load_scenes(str(tmp_path))[1]) == 2
 
 
+@pytest.mark.parametrize("folder", ["camvid", "mine"])
+def test_a_split_by_name(tmp_path: Path, folder: str) -> None:
+    """``val`` of CamVid, of which ``test`` is measured, and ``test`` of others."""
+    for count, name in enumerate(("train", "val", "test"), 1):
+        write_parquet(tmp_path / folder / f"{name}.parquet", [scene(i) for i in range(count)])
+    for load in (load_evaluation, lambda *args, **options: load_scenes(*args, **options)[1]):
+        sizes = [len(load(str(tmp_path / folder), split=split)) for split in (None, "train", "val", "test")]
+        assert sizes == [3 if folder == "camvid" else 2, 1, 2, 3]
+    assert [len(load_evaluation("digits", split)) for split in ("train", "test")] == [1000, 200]
+
+
 def test_the_evaluation_split_needs_no_other(tmp_path: Path) -> None:
     """Who evaluates would wait for scenes that are not used, or need them."""
     for name in ("camvid", "mine"):

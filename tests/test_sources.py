@@ -47,6 +47,21 @@ def test_parquet_folders(tmp_path: Path, image: str, label: str, names: tuple[st
     assert torch.equal(train.images[1].permute(1, 2, 0), torch.from_numpy(decode_image(encode(1)).copy()))
 
 
+def test_a_split_by_name(tmp_path: Path) -> None:
+    """Else a test set beside a validation set cannot be measured."""
+    for count, name in enumerate(("train", "val", "test"), 2):
+        write_parquet(tmp_path / f"{name}.parquet", [encode(i) for i in range(count)], [i % 2 for i in range(count)])
+    sizes = {split: len(load_data(str(tmp_path), split=split)[1]) for split in (None, "val", "test", "train")}
+    assert sizes == {None: 3, "val": 3, "test": 4, "train": 2}
+    with pytest.raises(FileNotFoundError, match=r"has neither dev\.parquet, .* it holds \['test.parquet', 'train"):
+        load_data(str(tmp_path), split="dev")
+    assert [len(load_data("digits", split=split)[1]) for split in (None, "test", "train")] == [360, 360, 1437]
+    with pytest.raises(
+        ValueError, match=r"digits has splits \['test', 'train'\]: expected train and one of \('val',\)"
+    ):
+        load_data("digits", split="val")
+
+
 def test_parts_of_parquet_are_counted(tmp_path: Path) -> None:
     """Else half a data set is trained on without a word, or all of it twice."""
     for name in ("train-00000-of-00002", "test"):

@@ -47,22 +47,28 @@ KNOWN = {
 """Images to train, images to evaluate and classes of the paper's data sets."""
 
 
-def load_data(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
-    """Train and test split by name: ``digits``, a folder, or a Hub id."""
+def load_data(name: str, skip_broken: bool = False, split: str | None = None) -> tuple[Split, Split]:
+    """Train and evaluation split by name: ``digits``, a folder, or a Hub id. ``split`` is the one to evaluate, if not
+    the first of ``EVALUATION_SPLITS`` that is there."""
     if not name:
         raise ValueError("this recipe is for data of your own: give a folder or a Hub id by --data")
+    evaluated = (split,) if split else EVALUATION_SPLITS
     if name == "digits":
-        return load_digits_data()
-    return load_hub(name, skip_broken) if is_hub_id(name) else load_folder(Path(name), skip_broken)
+        digits = dict(zip(("train", "test"), load_digits_data(), strict=True))
+        return digits["train"], digits[held_out(digits, name, evaluated)]
+    if is_hub_id(name):
+        return load_hub(name, skip_broken, evaluated)
+    return load_folder(Path(name), skip_broken, evaluated)
 
 
-def load_folder(folder: Path, skip_broken: bool = False) -> tuple[Split, Split]:
-    """Train and evaluation split of a folder."""
+def load_folder(folder: Path, skip_broken: bool = False,
+                evaluated: Sequence[str] = EVALUATION_SPLITS) -> tuple[Split, Split]:  # fmt: skip
+    """Train and evaluation split of a folder: the first of those ``evaluated`` that it has."""
     if not folder.is_dir():
         raise FileNotFoundError(f"no data folder {folder}: give 'digits', a folder of parquet files or images, or a "
                                 "Hub id 'owner/name'")  # fmt: skip
     train = load_split(folder, ("train",), skip_broken)
-    test = load_split(folder, EVALUATION_SPLITS, skip_broken)
+    test = load_split(folder, evaluated, skip_broken)
     return same_classes(train, test, str(folder))
 
 
@@ -94,7 +100,8 @@ def read_labels(values: Sequence[Any], names: Sequence[str] | None, where: str) 
     return torch.tensor([int(value) for value in values]), tuple(str(name) for name in names or range(high + 1))
 
 
-def load_hub(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
+def load_hub(name: str, skip_broken: bool = False,
+             evaluated: Sequence[str] = EVALUATION_SPLITS) -> tuple[Split, Split]:  # fmt: skip
     """Train and evaluation split of a Hub dataset, ``owner/name`` or ``owner/name@revision``, through ``datasets``."""
     datasets = import_datasets(name)
     repository, _, revision = name.partition("@")
@@ -103,18 +110,18 @@ def load_hub(name: str, skip_broken: bool = False) -> tuple[Split, Split]:
     except OSError as error:
         raise OSError(f"{name} cannot be read from the Hub ({str(error).splitlines()[0][:200]}): give a folder with "
                       "its files, --data DIR") from error  # fmt: skip
-    parts = ("train", held_out(found, name))
+    parts = ("train", held_out(found, name, evaluated))
     train, test = (from_dataset(found[part], f"{name} ({part})", skip_broken) for part in parts)
-    if repository in KNOWN:
+    if repository in KNOWN and evaluated is EVALUATION_SPLITS:
         check_rows(name, (len(train), len(test), len(train.classes)), KNOWN[repository])
     return same_classes(train, test, name)
 
 
 def held_out(splits: Collection[str], name: str, among: Sequence[str] = EVALUATION_SPLITS) -> str:
-    """The split of a Hub dataset that is evaluated: the first of those ``among`` that it has."""
+    """The split of a data set that is evaluated: the first of those ``among`` that it has."""
     evaluation = next((split for split in among if split in splits), None)
     if "train" not in splits or evaluation is None:
-        raise ValueError(f"{name} has splits {sorted(splits)}: expected train and one of {EVALUATION_SPLITS}")
+        raise ValueError(f"{name} has splits {sorted(splits)}: expected train and one of {tuple(among)}")
     return evaluation
 
 

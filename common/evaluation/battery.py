@@ -99,17 +99,18 @@ def first(split: Split, count: int, preprocess: Preprocess, device: torch.device
 
 
 def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = None, compile: bool = False,
-               limit: int | None = None, target: Path | None = None, arguments: Mapping[str, Any] | None = None,
-               crop: bool | None = None, **options: Any) -> dict[str, Any]:  # fmt: skip
+               limit: int | None = None, split: str | None = None, target: Path | None = None,
+               arguments: Mapping[str, Any] | None = None, crop: bool | None = None,
+               **options: Any) -> dict[str, Any]:  # fmt: skip
     """``battery`` of a trained model by its directory or Hub id, with what its training wrote beside it (recipe,
     settings, seed, seconds); written to ``target``, a figure of token errors beside that."""
     accelerator = check_precision(Accelerator(mixed_precision=mixed_precision))
-    split = load_data(data)[1].head(limit)
-    model, preprocess = load_for_evaluation(str(source), len(split.classes), **(arguments or {}))
+    images = load_data(data, split=split)[1].head(limit)
+    model, preprocess = load_for_evaluation(str(source), len(images.classes), **(arguments or {}))
     if not isinstance(model, Classifier):
         raise ValueError(f"{source} is not one of our classifiers: the battery needs their layers")
     model.eval().to(accelerator.device)
-    known = read_training(source) or {"model": str(source)}
+    known = (read_training(source) or {"model": str(source)}) | ({"split": split} if split else {})
     compiled, figure = torch.compile(model) if compile else None, target and target.with_suffix(".png")
 
     def report(results: dict[str, Any]) -> None:
@@ -118,7 +119,7 @@ def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = N
 
     options["crop"] = default_crop(source, preprocess) if crop is None else crop
     options = {**options, "accelerator": accelerator, "compiled": compiled, "figure": figure, "report": report}
-    return {**known, **battery(model, split, preprocess, **options)}
+    return {**known, **battery(model, images, preprocess, **options)}
 
 
 def bits(model: Classifier, images: Tensor, preprocess: Preprocess, precision: str, batch_size: int) -> dict[str, Any]:

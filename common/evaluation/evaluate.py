@@ -25,7 +25,7 @@ from ..models.adaptation import input_of_timm
 from ..models.classifier import Classifier
 from ..models.hub import embedded, resolve_file
 from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
-from .flags import add_precision, check_precision, count, whole
+from .flags import add_precision, add_split, check_precision, count, whole
 from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
 from .perturb import PERTURBATIONS, ShiftAverage
 from .tables import format_table, precision_name, write_json
@@ -129,6 +129,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
         "--model", required=True, help="directory, Hub id, timm:NAME (its pretrained weights), or name (fresh weights)"
     )
     parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
+    add_split(parser)
     parser.add_argument("--metrics", nargs="+", default=["top1", "c_cons", "s_cons"], help=METRICS)
     parser.add_argument("--batch_size", type=count, default=64, help="images at once, per process")
     parser.add_argument("--seed", type=whole, default=0, help="of the random shifts")
@@ -146,7 +147,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     args = parser.parse_args(arguments)
 
     accelerator = check_precision(Accelerator(mixed_precision=args.mixed_precision))
-    split = load_data(args.data, args.skip_broken)[1].head(args.limit)
+    split = load_data(args.data, args.skip_broken, args.split)[1].head(args.limit)
     model, preprocess = load_for_evaluation(
         args.model, len(split.classes), args.resize, **parse_arguments(args.model_args)
     )
@@ -159,6 +160,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     facts = {key: getattr(model, key) for key in ("adaptive", "canonical") if hasattr(model, key)}
     facts |= {"average_shifts": args.average_shifts**2} if args.average_shifts > 1 else {}
     facts |= {"crop": True} if crop else {}
+    measured |= {"split": args.split} if args.split else {}
     results = {"model": args.model, **facts, "data": args.data, **measured, "precision": accelerator.mixed_precision,
                "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
     if accelerator.is_main_process:

@@ -5,7 +5,7 @@ import argparse
 import torch
 from accelerate import Accelerator
 
-__all__ = ["add_device", "add_precision", "check_precision", "count", "whole"]
+__all__ = ["add_device", "add_precision", "add_split", "check_precision", "count", "whole"]
 
 
 def count(text: str) -> int:
@@ -32,6 +32,11 @@ def check_precision(accelerator: Accelerator) -> Accelerator:
 def add_precision(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"),
                         help="precision to compute in; if not given, as `accelerate config` says")  # fmt: skip
+
+
+def add_split(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--split", help="split of the data to measure on, such as test; if not given, the one that "
+                        "training measures on: validation before test")  # fmt: skip
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
