@@ -29,8 +29,11 @@ def test_operations_are_timms(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
             read = auto_augment.LEVEL_TO_ARG[TIMM[k]]
             arguments = read(10 * level, {}) if read else ()
             options = {"fillcolor": FILL, "resample": Image.Resampling.BILINEAR}
-            expected = [np.array(auto_augment.NAME_TO_OP[TIMM[k]](Image.fromarray(picture), *arguments, **options))
-                        for picture in PICTURES]  # fmt: skip
+            if (name, *arguments) == ("posterize", 0):  # no bits: black, but an error from Pillow 13 on
+                expected = list(np.zeros_like(PICTURES))
+            else:
+                expected = [np.array(auto_augment.NAME_TO_OP[TIMM[k]](Image.fromarray(picture), *arguments, **options))
+                            for picture in PICTURES]  # fmt: skip
             count = len(PICTURES)
             given = torch.full((count,), k), torch.full((count,), level), torch.full((count,), sign)
             found = augment(IMAGES, *given, torch.tensor(FILL)).permute(0, 2, 3, 1)

@@ -123,17 +123,16 @@ def test_a_graph_analyses_a_kernel_once_and_finds_what_it_writes(monkeypatch: py
     assert written == [["out"]] * len(written)
 
 
-def test_graphs_on_disk_are_of_these_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_on_disk_are_of_these_kernels(tmp_path: Path) -> None:
     """torch looks for them by its own key and this tag; an operator's name in it says nothing of its kernels."""
     config = torch.compiler.config
-    monkeypatch.setattr(config, "cache_key_tag", config.cache_key_tag)  # as it is, again after this test
     mine = [tag for tag in config.cache_key_tag.split() if tag.startswith(tracing.MARK)]
     assert len(mine) == 1
-    config.cache_key_tag = "a-user's-own"
     tags = []
-    for source in ("x = 1", "x = 2", "x = 1"):
-        (tmp_path / "kernel.py").write_text(source)
-        tracing.mark_graphs(tmp_path)
-        tags.append(config.cache_key_tag.split())
+    with config.patch(cache_key_tag="a-user's-own"):  # type: ignore[attr-defined]
+        for source in ("x = 1", "x = 2", "x = 1"):
+            (tmp_path / "kernel.py").write_text(source)
+            tracing.mark_graphs(tmp_path)
+            tags.append(config.cache_key_tag.split())
     assert tags[0] == tags[2] != tags[1]
     assert all(len(tag) == 2 and tag[0] == "a-user's-own" for tag in tags)
