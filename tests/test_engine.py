@@ -159,6 +159,8 @@ def test_gradient_accumulation_is_a_larger_batch(reference: Path, tmp_path: Path
     call("swin/train.py", *SHORT, "--output_dir", str(tmp_path), "--gradient_accumulation_steps", "4")
     one, other = (load_file(path / "model.safetensors") for path in (reference, tmp_path))
     assert max((one[name] - other[name]).abs().max().item() for name in one) < 1e-4
+    ours = [row["loss"] for row in log(tmp_path) if "loss" in row]  # of the whole batch, not of its last part
+    assert ours == pytest.approx([row["loss"] for row in log(reference) if "loss" in row], abs=1e-5)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, call: Callable[..., None],

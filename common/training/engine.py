@@ -193,7 +193,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
             if not accelerator.sync_gradients:
                 continue
             progress.step += 1
-            guard.step(norm, progress)
+            loss = guard.step(norm, progress)
             if progress.step % every == 0:
                 guard.check(progress)
             if ema is not None:
