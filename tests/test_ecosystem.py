@@ -283,8 +283,12 @@ def test_what_belongs_to_a_model_survives_adapt(tmp_path: Path) -> None:
     model.set_grad_checkpointing()
     model.reset_classifier(4, global_pool="max")
     model.epoch = 7  # the user's own
+    model.train().layers[1].blocks[1].eval()
     stored, x = model.stored_input, torch.randn(2, 3, 32, 32)
-    adapt(model).train()(x)
+    adapt(model)
+    assert model.training
+    assert not any(module.training for module in model.layers[1].blocks[1].modules())
+    model.train()(x)
     assert model.adaptive
     assert model.stored_input == stored is not None
     assert model.epoch == 7

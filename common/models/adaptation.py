@@ -22,9 +22,11 @@ TIMM = {"SwinTransformer": "swin", "SwinTransformerV2": "swinv2", "MultiScaleVit
 KEPT = ("pretrained_cfg", "class_names", "stored_input")
 OPTIONS = {"canonical", "anchors", "score", "sketch", "img_size"}
 NOISE = 0.05
-HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-         "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
-"""What a module keeps its hooks in: as they are, so that their handles still remove them."""
+AS_BEFORE = ("training", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+             "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+             "_backward_pre_hooks")  # fmt: skip
+"""What a module keeps: its mode, which may be another than the model's, and its hooks, as they are, so that their
+handles still remove them."""
 
 
 def adapt(model: M, **options: Any) -> M:
@@ -52,15 +54,16 @@ def adapt(model: M, **options: Any) -> M:
     elif len(cfg.get("mean") or ()) == len(cfg.get("input_size") or ()) == 3:
         resized = tuple(cfg["input_size"][1:]) != twin.img_size  # timm keeps the size of the published weights there
         kept["stored_input"] = input_of_timm(model) | ({"size": twin.img_size, "resize": None} if resized else {})
-    trains, training = {name: p.requires_grad for name, p in model.named_parameters()}, model.training
+    trains = {name: p.requires_grad for name, p in model.named_parameters()}
     recomputes = any(getattr(module, "grad_checkpointing", False) for module in model.modules())
     twin.load_state_dict(model.state_dict(keep_vars=True), strict=True, assign=True)
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(trains[name])
     before = dict(model.named_modules())
     names = {module: name for name, module in before.items()}
+    twin.train(model.training)
     for name, module in twin.named_modules():
-        module.__dict__.update({hooks: before[name].__dict__[hooks] for hooks in HOOKS if name in before})
+        module.__dict__.update({key: before[name].__dict__[key] for key in AS_BEFORE if name in before})
         if hasattr(before.get(name), "frozen"):  # of a segmenter its backbone is
             module.__dict__["frozen"] = tuple(twin.get_submodule(names[part]) for part in before[name].frozen)
     if isinstance(model, HubModel) and hasattr(model, "head"):
@@ -72,7 +75,7 @@ def adapt(model: M, **options: Any) -> M:
     model.fit_input()  # type: ignore[operator]
     if recomputes:
         model.set_grad_checkpointing()  # type: ignore[operator]
-    return model.train(training)
+    return model
 
 
 def _of_timm(model: nn.Module) -> tuple[type[HubModel], dict[str, Any]]:
