@@ -26,6 +26,7 @@ from common.evaluation.flags import add_precision, add_split, check_precision, c
 from common.evaluation.metrics import (
     circular_pixel_agreement,
     confusion_matrix,
+    highest,
     mean_iou,
     standard_pixel_agreement,
     worst_pixel_agreement,
@@ -100,7 +101,7 @@ def _masks(logits: Tensor, labels: Tensor) -> Tensor:
     size = (labels.shape[-2], labels.shape[-1])
     if logits.shape[-2:] != size:
         logits = F.interpolate(logits.float(), size, mode="bilinear", align_corners=False)
-    return logits.argmax(1)
+    return highest(logits)
 
 
 def parse_metric(name: str) -> tuple[str, int | None]:

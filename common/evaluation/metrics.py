@@ -16,8 +16,8 @@ from torch import Tensor
 from ..seeding import derive_seed
 from ..shifts import circular_shift, random_shifts, shift_and_crop, standard_shift
 
-__all__ = ["IGNORE_INDEX", "c_cons", "circular_agreement", "circular_pixel_agreement", "confusion_matrix", "mascc",
-           "massc", "mean_iou", "miou", "predict", "predict_pixels", "s_cons", "standard_agreement",
+__all__ = ["IGNORE_INDEX", "c_cons", "circular_agreement", "circular_pixel_agreement", "confusion_matrix", "highest",
+           "mascc", "massc", "mean_iou", "miou", "predict", "predict_pixels", "s_cons", "standard_agreement",
            "standard_pixel_agreement", "top1", "worst_agreement", "worst_pixel_agreement"]  # fmt: skip
 
 IGNORE_INDEX = 255
@@ -73,7 +73,7 @@ def miou(model: Model, data: Data, *, ignore_index: int = IGNORE_INDEX) -> float
     for images, labels, _ in _batches(data, needed_by="miou"):
         with torch.no_grad():
             logits = model(images)
-        counts = confusion_matrix(logits.argmax(1), labels, logits.shape[1], ignore_index)
+        counts = confusion_matrix(highest(logits), labels, logits.shape[1], ignore_index)
         total = counts if total is None else total + counts
     if total is None:
         raise ValueError("no image to measure on: the data are empty")
@@ -109,13 +109,22 @@ def predict(model: Model, images: Tensor) -> Tensor:
     if logits.ndim != 2:  # of a segmenter: labels along its width would be compared
         raise ValueError(f"expected logits (B, classes) of a classifier, got {tuple(logits.shape)}: measure a "
                          "segmenter by miou, mascc or massc")  # fmt: skip
-    return logits.argmax(1)
+    return highest(logits)
 
 
 @torch.no_grad()
 def predict_pixels(model: Model, images: Tensor) -> Tensor:
     """(B, H, W) labels of a segmenter."""
-    return model(images).argmax(1)
+    return highest(model(images))
+
+
+def highest(logits: Tensor) -> Tensor:
+    """The class of the highest logit, of logits (B, classes, ...). NaN would pass for one, the same at all shifts."""
+    values, classes = logits.max(1)
+    if values.isnan().any():
+        raise ValueError("logits are NaN: measure in bf16 or float32 if this is fp16, which may overflow, else look "
+                         "for NaN in the weights")  # fmt: skip
+    return classes
 
 
 def circular_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift: int | None, seed: int,
