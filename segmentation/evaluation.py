@@ -154,6 +154,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
         models = {source: partial(slide, model, window=window, stride=stride) for source, model in models.items()}
     results: dict[str, Any] = {"model": args.model, "data": args.data}
     results |= {"split": args.split} if args.split else {}
+    results |= {"slide": args.slide} if args.slide else {}
     if args.metrics:
         results |= evaluate(models[args.model], split, preprocess, args.metrics, accelerator=accelerator,
                             batch_size=args.batch_size, seed=args.seed,

@@ -57,12 +57,27 @@ def test_standard_shifts_are_those_of_the_training(tmp_path: Path) -> None:
         tmp_path, "digits", limit=90, split="train", parts=("plain",), exact_images=1)]  # fmt: skip
     assert [(part["split"], part["s_cons"]) for part in trained] == [("train", trained[0]["s_cons"])] * 2
     assert trained[0]["s_cons"] != cropped["s_cons"]
+    told = measure("", [*flags, "--resize", "40", "--model_args", "canonical=false", "--no-crop"])
+    assert (told["resize"], told["model_args"]) == (40, {"canonical": False})
     assert not default_crop(tmp_path, replace(preprocess, resize=None))  # there is no room
     (tmp_path / "results.json").write_text('{"settings": null}')
     assert not default_crop(tmp_path, preprocess, ["top1"])
     (tmp_path / "results.json").write_text('{"settings": {"cro')
     with pytest.raises(ValueError, match=r"results\.json is not valid JSON .*: fetch the file anew"):
         default_crop(tmp_path, preprocess)
+
+
+def test_a_battery_says_what_it_measured_and_nothing_else(tmp_path: Path) -> None:
+    """What training measured, elsewhere and in another precision, would stand there as the battery's."""
+    from_pretrained(ROOT / "swin" / "checkpoints" / "swin_micro").save_pretrained(tmp_path)
+    training = {"recipe": "digits", "epochs": 40, "settings": {"lr": 1e-3}, "train_seconds": 7.5}
+    measured = {"top1": 12.5, "c_cons": 99.0, "images": 12345, "device": "abacus", "processes": 64}
+    (tmp_path / "results.json").write_text(json.dumps(training | measured))
+    found = battery_of(tmp_path, "digits", limit=4, parts=("flipped",), exact_images=2, target=tmp_path / "found.json")
+    assert found | training == found
+    assert (found["data"], found["images"], found["processes"]) == ("digits", 4, 1)
+    assert not {"top1", "c_cons"} & found.keys()
+    assert json.loads((tmp_path / "found.json").read_text()).keys() == found.keys()
 
 
 def test_two_half_pixels_are_one() -> None:

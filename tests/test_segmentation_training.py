@@ -149,7 +149,8 @@ def test_evaluation_from_the_command_line_draws(reference: Path, tmp_path: Path)
             assert figure.format == "PNG"
     AcceleratorState._reset_state(True)
     windows = ["--model", str(reference), "--limit", "2", "--slide", "32", "32", "--mixed_precision", "bf16"]
-    assert evaluate_cli("", windows)["images"] == 2
+    slid = evaluate_cli("", windows)
+    assert (slid["images"], slid["slide"]) == (2, [32, 32])
     other = tmp_path / "other"
     shutil.copytree(reference, other)
     stored = json.loads((other / "preprocessor_config.json").read_text())

@@ -39,6 +39,9 @@ ERASED = (0.125, 0.1875, 0.25, 0.3125)  # of the side: 28, 42, 56 and 70 of 224 
 SHORT = ("top1", "c_cons", "s_cons")
 FULL = ("plain", "bits", "magnitudes", "flipped", "half", "erased", "tokens", "worst", "averaged")  # the longest last
 AVERAGED = (2, 4)  # shifts a side
+OF_TRAINING = ("model", "recipe", "settings", "from_hub", "epochs", "limit", "training_images", "train_seconds",
+               "parameters")  # fmt: skip
+"""What a battery takes over from the ``results.json`` of a training. What that measured is not the battery's."""
 
 
 def metrics_of(part: str, side: int) -> list[str]:
@@ -110,15 +113,17 @@ def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = N
     if not isinstance(model, Classifier):
         raise ValueError(f"{source} is not one of our classifiers: the battery needs their layers")
     model.eval().to(accelerator.device)
-    known = (read_training(source) or {"model": str(source)}) | ({"split": split} if split else {})
+    trained, crop = read_training(source), default_crop(source, preprocess) if crop is None else crop
+    known = {key: trained[key] for key in OF_TRAINING if key in trained} or {"model": str(source)}
+    known |= {"data": data, **({"split": split} if split else {}), **({"crop": True} if crop else {})}
     compiled, figure = torch.compile(model) if compile else None, target and target.with_suffix(".png")
 
     def report(results: dict[str, Any]) -> None:
         if target is not None:
             write_json(target, {**known, **results})
 
-    options["crop"] = default_crop(source, preprocess) if crop is None else crop
-    options = {**options, "accelerator": accelerator, "compiled": compiled, "figure": figure, "report": report}
+    options = {**options, "accelerator": accelerator, "crop": crop, "compiled": compiled, "figure": figure,
+               "report": report}  # fmt: skip
     return {**known, **battery(model, images, preprocess, **options)}
 
 

@@ -148,9 +148,8 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
 
     accelerator = check_precision(Accelerator(mixed_precision=args.mixed_precision))
     split = load_data(args.data, args.skip_broken, args.split)[1].head(args.limit)
-    model, preprocess = load_for_evaluation(
-        args.model, len(split.classes), args.resize, **parse_arguments(args.model_args)
-    )
+    arguments_of_model = parse_arguments(args.model_args)
+    model, preprocess = load_for_evaluation(args.model, len(split.classes), args.resize, **arguments_of_model)
     crop = default_crop(args.model, preprocess, args.metrics) if args.crop is None else args.crop
     compare_names(getattr(model, "class_names", ()), split.classes)
     model = ShiftAverage(model, args.average_shifts) if args.average_shifts > 1 else model
@@ -159,9 +158,9 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
                         seed=args.seed, crop=crop, workers=args.dataloader_num_workers)  # fmt: skip
     facts = {key: getattr(model, key) for key in ("adaptive", "canonical") if hasattr(model, key)}
     facts |= {"average_shifts": args.average_shifts**2} if args.average_shifts > 1 else {}
-    facts |= {"crop": True} if crop else {}
-    measured |= {"split": args.split} if args.split else {}
-    results = {"model": args.model, **facts, "data": args.data, **measured, "precision": accelerator.mixed_precision,
+    told = {"crop": crop, "resize": args.resize, "model_args": arguments_of_model, "split": args.split}
+    facts |= {key: value for key, value in told.items() if value}
+    results = {"model": args.model, "data": args.data, **facts, **measured, "precision": accelerator.mixed_precision,
                "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
     if accelerator.is_main_process:
         print(format_table([{**results, "precision": precision_name(results["precision"])}]))
