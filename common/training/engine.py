@@ -19,12 +19,14 @@ from accelerate.utils import (
     DistributedType,
     ProjectConfiguration,
     TorchDynamoPlugin,
+    broadcast,
     send_to_device,
     set_seed,
 )
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
@@ -142,6 +144,8 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
         whole = model if sharded else accelerator.unwrap_model(model, keep_torch_compile=False)
         subject = ema.module if ema is not None else whole
         subject.eval()
+        for norm in (module for module in subject.modules() if isinstance(module, _NormBase)):
+            broadcast(list(norm.buffers()))  # of the main process, which saves them: each process has its own
         return job.evaluate(subject)
 
     def weights() -> dict[str, Tensor]:
