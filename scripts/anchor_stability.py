@@ -16,7 +16,8 @@ from tqdm.auto import tqdm
 
 import shiftvit
 from common.anchors import SCORES, ConvAnchor
-from common.data import Preprocess, load_data
+from common.data import Preprocess
+from common.data.sources import load_evaluation
 from common.evaluation.battery import first
 from common.evaluation.flags import add_device, count
 from common.evaluation.tables import format_table, write_json
@@ -45,7 +46,7 @@ def main() -> None:
     add_device(parser)
     parser.add_argument("--json", type=Path, help="file to write the table to")
     args = parser.parse_args()
-    split = load_data(args.data)[1].head(args.images)
+    split = load_evaluation(args.data).head(args.images)
     rows = []
     for size in args.sizes:
         preprocess = Preprocess(size=(size, size))

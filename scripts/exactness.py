@@ -15,7 +15,7 @@ import torch
 import shiftvit
 from common import create_model, from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
-from common.data.sources import load_data
+from common.data.sources import load_evaluation
 from common.evaluation.battery import first
 from common.evaluation.exactness import PRECISIONS, count_identical
 from common.evaluation.flags import add_device, count
@@ -23,7 +23,7 @@ from common.evaluation.tables import format_table, write_json
 from common.models.hub import HubModel, resolve_file
 from common.models.registry import MODEL_ARGUMENTS, parse_arguments
 from segmentation import UperNet
-from segmentation.data import load_scenes
+from segmentation.data import load_evaluation as scenes_of
 from segmentation.preprocess import ScenePreprocess
 from segmentation.splits import EncodedScenes
 
@@ -66,7 +66,7 @@ def main() -> None:
 @cache
 def read(scenes: bool, data: str) -> Any:
     """The evaluation split, decoded once for all models."""
-    return (load_scenes if scenes else load_data)(data)[1]
+    return (scenes_of if scenes else load_evaluation)(data)
 
 
 def load(name: str, **arguments: Any) -> HubModel:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from common.data.images import decode_image
 from common.data.preprocess import Preprocess
-from common.data.sources import KNOWN, from_dataset, load_data
+from common.data.sources import KNOWN, from_dataset, load_data, load_evaluation
 from common.data.splits import Encoded, check_rows
 from common.data.streaming import load_stream
 
@@ -60,6 +60,25 @@ def test_a_split_by_name(tmp_path: Path) -> None:
         ValueError, match=r"digits has splits \['test', 'train'\]: expected train and one of \('val',\)"
     ):
         load_data("digits", split="val")
+
+
+def test_a_split_to_evaluate_may_stand_alone(tmp_path: Path) -> None:
+    """Many have ImageNet's validation images alone. Beside others, classes are those of the images to train on."""
+    for c, name in enumerate(("cat", "dog")):
+        (tmp_path / "val" / name).mkdir(parents=True)
+        (tmp_path / "val" / name / "0.png").write_bytes(encode(c))
+    alone = load_evaluation(str(tmp_path))
+    assert (alone.classes, alone.labels.tolist()) == (("cat", "dog"), [0, 1])
+    for name in ("ant", "cat", "dog"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        (tmp_path / "train" / name / "0.png").write_bytes(encode(2))
+    beside = load_evaluation(str(tmp_path))
+    assert (beside.classes, beside.labels.tolist()) == (("ant", "cat", "dog"), [1, 2])
+    assert load_evaluation(str(tmp_path), split="train").labels.tolist() == [0, 1, 2]
+    with pytest.raises(FileNotFoundError, match="has neither test"):
+        load_evaluation(str(tmp_path / "val"), split="test")
+    with pytest.raises(FileNotFoundError, match="no data folder"):
+        load_evaluation("nowhere")
 
 
 def test_parts_of_parquet_are_counted(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from .preprocess import SMALL
 from .splits import Arrays, Encoded, Split, check_rows, load_digits_data, same_classes, shown
 
 __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "find_column",
-           "held_out", "load_data", "load_folder", "load_hub", "load_split", "parquet_files", "read_columns",
-           "read_labels", "row_name", "shown"]  # fmt: skip
+           "held_out", "load_data", "load_evaluation", "load_folder", "load_hub", "load_split", "parquet_files",
+           "read_columns", "read_labels", "row_name", "shown"]  # fmt: skip
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -59,6 +59,15 @@ def load_data(name: str, skip_broken: bool = False, split: str | None = None) ->
     if is_hub_id(name):
         return load_hub(name, skip_broken, evaluated)
     return load_folder(Path(name), skip_broken, evaluated)
+
+
+def load_evaluation(name: str, skip_broken: bool = False, split: str | None = None) -> Split:
+    """The evaluation split by name, as ``load_data`` has it. A folder may hold no other: its classes are then those of
+    that split."""
+    folder, evaluated = Path(name), (split,) if split else EVALUATION_SPLITS
+    if name in ("", "digits") or is_hub_id(name) or not folder.is_dir() or _holds(folder, "train"):
+        return load_data(name, skip_broken, split)[1]
+    return load_split(folder, evaluated, skip_broken)
 
 
 def load_folder(folder: Path, skip_broken: bool = False,
@@ -145,6 +154,10 @@ def from_dataset(dataset: Any, name: str, skip_broken: bool = False) -> Split:
     labels, classes = read_labels(list(dataset[label]), names, f"{name}, column {label!r}")
     return _split(range(len(rows)), partial(_read_row, rows, image), labels, classes,
                   partial(row_name, name), skip_broken)  # fmt: skip
+
+
+def _holds(folder: Path, name: str) -> bool:
+    return bool(parquet_files(folder, name)) or (folder / name).is_dir()
 
 
 def load_split(folder: Path, names: Iterable[str], skip_broken: bool = False) -> Split:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..data.preprocess import Preprocess
-from ..data.sources import load_data
+from ..data.sources import load_evaluation
 from ..data.splits import Split
 from ..models.classifier import Classifier
 from .evaluate import default_crop, evaluate, load_for_evaluation, read_training
@@ -108,7 +108,7 @@ def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = N
     """``battery`` of a trained model by its directory or Hub id, with what its training wrote beside it (recipe,
     settings, seed, seconds); written to ``target``, a figure of token errors beside that."""
     accelerator = check_precision(Accelerator(mixed_precision=mixed_precision))
-    images = load_data(data, split=split)[1].head(limit)
+    images = load_evaluation(data, split=split).head(limit)
     model, preprocess = load_for_evaluation(str(source), len(images.classes), **(arguments or {}))
     if not isinstance(model, Classifier):
         raise ValueError(f"{source} is not one of our classifiers: the battery needs their layers")

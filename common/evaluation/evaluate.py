@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ..data.preprocess import PREPROCESSOR_NAME, Preprocess, check_finite
-from ..data.sources import load_data, shown
+from ..data.sources import load_evaluation, shown
 from ..data.splits import Arrays, Split
 from ..data.workers import outlive_sigterm
 from ..models.adaptation import input_of_timm
@@ -147,7 +147,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     args = parser.parse_args(arguments)
 
     accelerator = check_precision(Accelerator(mixed_precision=args.mixed_precision))
-    split = load_data(args.data, args.skip_broken, args.split)[1].head(args.limit)
+    split = load_evaluation(args.data, args.skip_broken, args.split).head(args.limit)
     arguments_of_model = parse_arguments(args.model_args)
     model, preprocess = load_for_evaluation(args.model, len(split.classes), args.resize, **arguments_of_model)
     crop = default_crop(args.model, preprocess, args.metrics) if args.crop is None else args.crop
