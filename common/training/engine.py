@@ -107,7 +107,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if sharded and recipe.ema_decay:
         raise ValueError("an average of sharded weights is not kept: train with --ema_decay 0, or without FSDP")
-    ema = ModelEmaV3(plain, decay=recipe.ema_decay) if recipe.ema_decay else None
+    ema = ModelEmaV3(plain, decay=recipe.ema_decay, use_warmup=True, warmup_power=3 / 4) if recipe.ema_decay else None
     if ema is not None:
         accelerator.register_for_checkpointing(ema)
 
@@ -201,7 +201,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
             if progress.step % every == 0:
                 guard.check(progress)
             if ema is not None:
-                ema.update(plain)
+                ema.update(plain, progress.step)
             log.step(bar, loss, scheduler.get_last_lr()[-1], progress, recipe.batch_size, every)
             overdue = bool(options.checkpointing_minutes) and saved.seconds() > 60 * options.checkpointing_minutes
             if accelerator.num_processes == 1 or progress.step % every == 0:  # the processes must agree

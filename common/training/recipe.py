@@ -44,7 +44,7 @@ class BaseRecipe:
     layer_decay: float = 1.0  # each layer's learning rate relative to the one after it
     # regularisation
     drop_path: float | None = None  # rate of stochastic depth; None: the model's own
-    ema_decay: float = 0.0  # decay of an exponential moving average of the weights; 0: no average
+    ema_decay: float = 0.0  # decay of an exponential moving average of the weights, lower at first; 0: no average
     # images
     mean: tuple[float, float, float] = IMAGENET_MEAN  # mean of red, green and blue, to normalise images
     std: tuple[float, float, float] = IMAGENET_STD  # standard deviation of red, green and blue, to normalise images
