@@ -189,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("runs", nargs="+", metavar="FOLDER/RECIPE", help="what to train")
     parser.add_argument("--data", required=True, help="a folder or a Hub id, for all runs")
     add_precision(parser)
+    parser.add_argument("--limit", type=count, help="train and measure on the first images alone, to rehearse")
     parser.add_argument("--battery", action="store_true", help="measure each model once it is trained")
     parser.add_argument("--jobs", type=count, default=3, help="trainings and measurements at a time (%(default)s)")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which all runs are stopped")
@@ -197,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     )
     args, flags = parser.parse_known_args(arguments)
     runs, until = read_runs(args.runs, args.output_dir.resolve()), time.monotonic() + args.budget
-    both = ["--data", args.data, *(["--mixed_precision", args.mixed_precision] if args.mixed_precision else [])]
+    asked = {"--data": args.data, "--mixed_precision": args.mixed_precision, "--limit": args.limit}
+    both = [word for flag, value in asked.items() if value for word in (flag, str(value))]
     with shared_gpu():
         try:
             train_together(runs, [*both, *flags], both if args.battery else None, until, args.jobs)

@@ -37,6 +37,7 @@ flags = sys.argv[1:]
 target = pathlib.Path(flags[flags.index("--json") + 1])
 assert (target.parent / "results.json").exists()
 (target.parent.parent / "order.txt").open("a").write(f"{target.parent.name} is measured\\n")
+(target.parent.parent / "measured.txt").open("a").write(f"{' '.join(flags)}\\n")
 target.write_text("{}")
 """
 
@@ -60,7 +61,7 @@ def run(script: SimpleNamespace, *words: str) -> list[dict[str, Any]]:
 def test_runs_wait_for_those_whose_weights_they_take(script: SimpleNamespace) -> None:
     """Else a model is made adaptive before it is trained."""
     runs = "swin/a", "cvt/b --lr 5e-4", "cvt/c --pretrained {cvt/b}"
-    rows = run(script, *runs, "--battery", "--mixed_precision", "bf16", "--epochs", "2")
+    rows = run(script, *runs, "--battery", "--mixed_precision", "bf16", "--epochs", "2", "--limit", "8")
     assert [(row["run"], row["state"], row["epoch"], row["top1"]) for row in rows] == [
         ("swin_a", "done", 3, 50.0), ("cvt_b_lr_5e-4", "done", 3, 50.0), ("cvt_c_pretrained", "done", 3, 50.0),
     ]  # fmt: skip
@@ -71,7 +72,10 @@ def test_runs_wait_for_those_whose_weights_they_take(script: SimpleNamespace) ->
     ]
     assert after == [[], [], ["cvt_b_lr_5e-4"], ["swin_a", "cvt_b_lr_5e-4", "cvt_c_pretrained"]]
     assert f"--pretrained {script.output / 'cvt_b_lr_5e-4'}" in notes[-1]
-    assert all("--data digits --mixed_precision bf16 --epochs 2" in note for note in notes)
+    assert all("--data digits --mixed_precision bf16 --limit 8 --epochs 2" in note for note in notes)
+    measured_by = (script.output / "measured.txt").read_text().splitlines()
+    assert len(measured_by) == 3
+    assert all(words.startswith("--data digits --mixed_precision bf16 --limit 8 --model") for words in measured_by)
     assert all((script.output / row["run"] / "battery.json").exists() for row in rows)
     assert json.loads((script.output / "summary.json").read_text()) == rows
     measured = script.output / "swin_a" / "battery.json"
