@@ -28,6 +28,7 @@ from common.evaluation.metrics import (
     confusion_matrix,
     highest,
     mean_iou,
+    refuse_nan,
     standard_pixel_agreement,
     worst_pixel_agreement,
 )
@@ -101,7 +102,7 @@ def _masks(logits: Tensor, labels: Tensor) -> Tensor:
     size = (labels.shape[-2], labels.shape[-1])
     if logits.shape[-2:] != size:
         logits = F.interpolate(logits.float(), size, mode="bilinear", align_corners=False)
-    return highest(logits)
+    return refuse_nan(highest(logits))
 
 
 def parse_metric(name: str) -> tuple[str, int | None]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..shifts import random_shifts, roll
-from .metrics import highest
+from .metrics import highest, same_labels
 
 __all__ = ["PRECISIONS", "count_identical"]
 
@@ -36,7 +36,7 @@ def count_identical(model: nn.Module, images: Tensor, preprocess: Any, precision
                 moved = model(roll(x, offset))
                 moved = roll(moved, -offset) if first.ndim == 4 else moved
                 bits = bits & (moved == first).flatten(1).all(1)
-                labels = labels & (highest(moved) == highest(first)).view(len(x), -1).all(1)
+                labels = labels & same_labels(highest(moved), highest(first)).view(len(x), -1).all(1)
         same_bits, same_label = same_bits + int(bits.sum()), same_label + int(labels.sum())
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
     return same_bits, same_label

@@ -17,8 +17,9 @@ from ..seeding import derive_seed
 from ..shifts import circular_shift, random_shifts, shift_and_crop, standard_shift
 
 __all__ = ["IGNORE_INDEX", "c_cons", "circular_agreement", "circular_pixel_agreement", "confusion_matrix", "highest",
-           "mascc", "massc", "mean_iou", "miou", "predict", "predict_pixels", "s_cons", "standard_agreement",
-           "standard_pixel_agreement", "top1", "worst_agreement", "worst_pixel_agreement"]  # fmt: skip
+           "mascc", "massc", "mean_iou", "miou", "predict", "predict_pixels", "refuse_nan", "s_cons",
+           "same_labels", "standard_agreement", "standard_pixel_agreement", "top1", "worst_agreement",
+           "worst_pixel_agreement"]  # fmt: skip
 
 IGNORE_INDEX = 255
 """The label of pixels that neither a loss nor a measure counts."""
@@ -73,7 +74,7 @@ def miou(model: Model, data: Data, *, ignore_index: int = IGNORE_INDEX) -> float
     for images, labels, _ in _batches(data, needed_by="miou"):
         with torch.no_grad():
             logits = model(images)
-        counts = confusion_matrix(highest(logits), labels, logits.shape[1], ignore_index)
+        counts = confusion_matrix(refuse_nan(highest(logits)), labels, logits.shape[1], ignore_index)
         total = counts if total is None else total + counts
     if total is None:
         raise ValueError("no image to measure on: the data are empty")
@@ -115,16 +116,27 @@ def predict(model: Model, images: Tensor) -> Tensor:
 @torch.no_grad()
 def predict_pixels(model: Model, images: Tensor) -> Tensor:
     """(B, H, W) labels of a segmenter."""
-    return highest(model(images))
+    return refuse_nan(highest(model(images)))
 
 
 def highest(logits: Tensor) -> Tensor:
-    """The class of the highest logit, of logits (B, classes, ...). NaN would pass for one, the same at all shifts."""
+    """The class of the highest logit, of logits (B, classes, ...); -1 where one is NaN, which would pass for it."""
     values, classes = logits.max(1)
-    if values.isnan().any():
+    return classes.masked_fill(values.isnan(), -1)
+
+
+def refuse_nan(labels: Tensor) -> Tensor:
+    """Labels of ``highest`` as they are, or a ValueError; waits for the device. NaN is the same at all shifts."""
+    if labels.numel() and labels.amin() < 0:
         raise ValueError("logits are NaN: measure in bf16 or float32 if this is fp16, which may overflow, else look "
                          "for NaN in the weights")  # fmt: skip
-    return classes
+    return labels
+
+
+def same_labels(*labels: Tensor) -> Tensor:
+    """Where all those labels of ``highest`` are the same."""
+    stacked = refuse_nan(torch.stack(labels))
+    return (stacked == stacked[0]).all(0)
 
 
 def circular_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift: int | None, seed: int,
@@ -138,7 +150,7 @@ def circular_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift
         low, high = (0, 0), (height - 1, width - 1) if max_shift is None else (max_shift, max_shift)
     shifts = (step * random_shifts(index, low, (high[0] // step, high[1] // step), seed, which) for which in (1, 2))
     first, second = (predict(model, circular_shift(images, shift)) for shift in shifts)
-    return first == second
+    return same_labels(first, second)
 
 
 def standard_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift: int | None, seed: int,
@@ -150,17 +162,13 @@ def standard_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift
         shift = random_shifts(index, (-room[0], -room[1]), (room[0], room[1]), seed, which)
         moved = standard_shift(images, shift) if crop is None else shift_and_crop(images, shift, crop)
         labels.append(predict(model, moved))
-    return labels[0] == labels[1]
+    return same_labels(*labels)
 
 
 def worst_agreement(model: Model, images: Tensor, reach: int) -> Tensor:
     """(B,) bool: whether an image gets one label under all circular shifts in {0, ..., reach - 1}^2."""
-    first, same = predict(model, images), torch.ones(len(images), dtype=torch.bool, device=images.device)
-    for h in range(reach):
-        for w in range(reach):
-            if h or w:
-                same = same & (predict(model, images.roll((h, w), (-2, -1))) == first)
-    return same
+    shifts = ((h, w) for h in range(reach) for w in range(reach))
+    return same_labels(*(predict(model, images.roll(shift, (-2, -1))) for shift in shifts))
 
 
 def _room(images: Tensor, max_shift: int | None, crop: tuple[int, int] | None) -> tuple[int, int]:
