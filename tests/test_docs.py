@@ -4,6 +4,7 @@ with its flags, recipe and configuration read as the real run would."""
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -72,6 +73,7 @@ def test_commands_are_right(command: str, call: Callable[..., None], capsys: pyt
 def test_the_pages_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., None]) -> None:
     """The commands a newcomer types first, on a small folder of images, one after the other."""
     write_tree(tmp_path / "data", count=6)
+    shutil.copytree(tmp_path / "data/val", tmp_path / "data/test")
     monkeypatch.chdir(ROOT)
     for line in commands("docs/train.md", "docs/exactness.md", "docs/adapt.md"):
         if "--config_file" in line or line.startswith("sbatch"):
