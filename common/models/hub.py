@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from huggingface_hub import CommitInfo, HfApi, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub import _CACHED_NO_EXIST, CommitInfo, HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -280,6 +280,8 @@ def has_config(source: str | os.PathLike[str], **hub: Any) -> bool:
     try:
         with _locate(source, CONFIG_NAME, **hub).open("rb") as file:
             return b'"model_type"' in file.read(MAX_JSON)
+    except LocalEntryNotFoundError:  # nobody could be asked
+        raise
     except (FileNotFoundError, EntryNotFoundError):
         return False
 
@@ -292,9 +294,17 @@ def plain(value: Any) -> Any:
 
 
 def read_input(kind: type[Any], source: str | os.PathLike[str], **hub: Any) -> dict[str, Any] | None:
-    """The fields of ``kind`` in the preprocessor file of a model, if it has one."""
+    """The fields of ``kind`` in the preprocessor file of a model, if it has one. A warning says where the Hub could not
+    be asked whether it has."""
     try:
         path = resolve_file(source, PREPROCESSOR_NAME, **hub)
+    except LocalEntryNotFoundError:  # nobody could be asked now; the cache may know from earlier
+        place = {key: value for key, value in hub.items() if key in ("cache_dir", "revision")}
+        if try_to_load_from_cache(str(source), PREPROCESSOR_NAME, **place) is not _CACHED_NO_EXIST:
+            warnings.warn(f"no {PREPROCESSOR_NAME} of {source} was downloaded, and the Hub cannot be asked for it: "
+                          "images are prepared with ImageNet's mean and std, which may be wrong. Load the model once "
+                          "with a network", stacklevel=3)  # fmt: skip
+        return None
     except (FileNotFoundError, EntryNotFoundError):
         return None
     return read_fields(kind, getattr(kind, "STORED", None) or kind._fields, path)
