@@ -249,6 +249,7 @@ def test_adapted_timm_models_see_what_timm_models_see(tmp_path: Path) -> None:
     other: Any = adapt(timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), num_heads=(3, 6),
                                          embed_dim=48))  # fmt: skip
     assert (other.stored_input["size"], other.stored_input["resize"]) == ((56, 56), None)  # not 224, cut from 248
+    assert resolve_model_data_config(other)["input_size"] == (3, 56, 56)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -4,6 +4,7 @@ import json
 import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from common import create_model, from_pretrained, list_models
+from common import adapt, create_model, from_pretrained, list_models
 from common.models.hub import PREPROCESSOR_NAME
 from common.models.weights import load_weights
 from swin import Swin
@@ -261,3 +262,17 @@ def test_preprocessing_is_saved_again(name: str, tmp_path: Path) -> None:
     from_pretrained(ROOT / name).save_pretrained(tmp_path)
     one, other = (json.loads((folder / PREPROCESSOR_NAME).read_text()) for folder in (tmp_path, ROOT / name))
     assert one == other
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_models_adapted_to_another_size_see_images_of_it(trained: bool, tmp_path: Path) -> None:
+    """An adaptive model takes those of the old size, too: else it is used with them, without a word."""
+    model: Any = from_pretrained("swin_micro") if trained else create_model("swin_micro")
+    model.canonical = False
+    adapt(model, img_size=64).save_pretrained(tmp_path)
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    for each in (model, from_pretrained(tmp_path), loaded):
+        assert tuple(timm.data.resolve_model_data_config(each)["input_size"]) == (3, 64, 64)
+        assert not each.canonical  # as it was switched
+    if trained:
+        assert json.loads((tmp_path / PREPROCESSOR_NAME).read_text())["size"] == [64, 64]

@@ -42,18 +42,19 @@ def adapt(model: M, **options: Any) -> M:
         cls: type[HubModel] = type(model)
         config = dict(model.config)
         config |= {"padding_mode": None} if config.get("padding_mode") == "zeros" else {}
+        config |= {"canonical": model.canonical} if "canonical" in config else {}  # may be switched on a built model
     else:
         cls, config = _of_timm(model)
     twin = cls(**{**config, "adaptive": True, **options})
     like = next(model.parameters())
     twin.to(device=like.device, dtype=like.dtype)
     kept = {key: getattr(model, key) for key in KEPT if hasattr(model, key)}
-    cfg = getattr(model, "pretrained_cfg", None) or {}
+    cfg, resized = getattr(model, "pretrained_cfg", None) or {}, "img_size" in options
     if isinstance(model, HubModel):
         kept |= {key: value for key, value in vars(model).items() if key not in vars(twin)}  # the user's own
     elif len(cfg.get("mean") or ()) == len(cfg.get("input_size") or ()) == 3:
         resized = tuple(cfg["input_size"][1:]) != twin.img_size  # timm keeps the size of the published weights there
-        kept["stored_input"] = input_of_timm(model) | ({"size": twin.img_size, "resize": None} if resized else {})
+        kept["stored_input"] = input_of_timm(model)
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     recomputes = any(getattr(module, "grad_checkpointing", False) for module in model.modules())
     twin.load_state_dict(model.state_dict(keep_vars=True), strict=True, assign=True)
@@ -72,7 +73,7 @@ def adapt(model: M, **options: Any) -> M:
     model.__dict__ = twin.__dict__
     for key, value in kept.items():
         setattr(model, key, value)
-    model.fit_input()  # type: ignore[operator]
+    model.fit_input(resized)  # type: ignore[operator]
     if recomputes:
         model.set_grad_checkpointing()  # type: ignore[operator]
     return model

@@ -247,6 +247,11 @@ class Classifier(HubModel):
         if stored:
             self.set_input(**stored | ({"size": self.img_size, "resize": None} if resized else {}))
 
+    def fit_input(self, resized: bool = False) -> None:
+        if resized:
+            self.pretrained_cfg = {**self.default_cfg, "input_size": (self.in_chans, *self.img_size)}
+            self.take_input(self.stored_input, resized)
+
     def save_pretrained(self, save_directory: str | os.PathLike[str],
                         state_dict: dict[str, Tensor] | None = None) -> Path:  # fmt: skip
         pool = getattr(getattr(self.head, "global_pool", None), "pool_type", "avg")
