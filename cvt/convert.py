@@ -1,7 +1,7 @@
 """CvT weights in other layouts: transformers' ``CvtForImageClassification`` and the authors' release. Exact both ways.
 
 Only names differ, no tensor changes. The authors trained with ``act_layer="quick_gelu"``, transformers runs their
-weights with ``"gelu"``: build the model for the numbers to be reproduced.
+weights with ``"gelu"``: build the model for the numbers to be reproduced (``--model_args act_layer=quick_gelu``).
 
 ``python -m cvt.convert model.safetensors out --model cvt_13 --source transformers`` writes a directory for
 ``CvT.from_pretrained``.

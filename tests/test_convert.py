@@ -52,6 +52,33 @@ def test_a_file_becomes_a_model_directory(tmp_path: Path, suffix: str, monkeypat
     assert torch.equal(from_pretrained(str(tmp_path / "out"))(x), model(x))
 
 
+@pytest.mark.parametrize("tables", [False, True])
+def test_windows_that_weights_do_not_fix_are_told(tables: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """SwinV2's weights fit any window: those of another became a model of the variant's own, without a word."""
+    model = randomize(create_model("swinv2_micro", window_size=8)).eval()
+    stored = dict(model.state_dict())  # with its tables, as the authors' files
+    stored |= {name: table for name, table in model.named_buffers() if tables and name.endswith("coords_table")}
+    save_file(stored, tmp_path / "weights.safetensors")
+
+    def convert(*flags: str) -> str:
+        words = [str(tmp_path / "weights.safetensors"), str(tmp_path / "out"), "--model", "swinv2_micro", *flags]
+        monkeypatch.setattr(sys, "argv", ["convert", *words])
+        swin.convert.main({"timm": swin.convert.from_timm}, default_model="swinv2_tiny")
+        return capsys.readouterr().out
+
+    if tables:
+        with pytest.raises(ValueError, match="has windows of 8 in .*, the model of 4: give --model_args window_size=8"):
+            convert()
+        with pytest.raises(ValueError, match="as trained with other windows"):
+            convert("--model_args", "window_size=8", "pretrained_window_sizes=4,4")
+    else:
+        assert "window_size=4" in convert()
+    convert("--model_args", "window_size=8")
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(from_pretrained(str(tmp_path / "out"))(x), model(x))
+
+
 class Bomb:
     """What a hostile pickle does when it is unpickled."""
 

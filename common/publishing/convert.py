@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..models.registry import create_model
+from ..models.registry import MODEL_ARGUMENTS, create_model, parse_arguments
 from ..models.weights import check_state
 
 __all__ = [
@@ -28,6 +28,8 @@ State = dict[str, Tensor]
 
 BUFFERS = ("relative_coords_table", "relative_position_index", "attn_mask")
 """What older files of the Swins store although it follows from the geometry."""
+UNSAID = ("act_layer", "window_size", "pretrained_window_sizes")
+"""Arguments of which weights may fit several values: SwinV2's any window, CvT's either activation."""
 
 
 def rename(name: str, names: Mapping[str, str]) -> str:
@@ -97,6 +99,20 @@ def read_weights(file: Path, allow_pickle: bool = False) -> State:
     return found
 
 
+def check_windows(model: torch.nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
+    """Raise where a file of SwinV2 stores positions in other windows than the model's: its weights fit any window."""
+    own = dict(model.named_buffers())
+    for name, table in weights.items():
+        if name.endswith("relative_coords_table") and name in own:
+            side, mine = (round((each.numel() / 2) ** 0.5 + 1) // 2 for each in (table, own[name]))
+            if side != mine:
+                raise ValueError(f"{where} has windows of {side} in {name}, the model of {mine}: give --model_args "
+                                 f"window_size={side} and the img_size of the weights")  # fmt: skip
+            if not torch.allclose(table.view_as(own[name]).float(), own[name].float(), atol=1e-2):
+                raise ValueError(f"{where} has positions in {name} as trained with other windows: name these with "
+                                 "--model_args pretrained_window_sizes=A,B,C,D")  # fmt: skip
+
+
 def main(converters: Mapping[str, Callable[[State], State]], default_model: str) -> None:
     """Turn a weights file of another library, or of the authors, into a directory for ``from_pretrained``."""
     parser = argparse.ArgumentParser(description=main.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -105,10 +121,16 @@ def main(converters: Mapping[str, Callable[[State], State]], default_model: str)
     parser.add_argument("--model", default=default_model, help="name of the model that the weights belong to")
     parser.add_argument("--source", choices=sorted(converters), default=next(iter(converters)), help="whose names")
     parser.add_argument("--allow_pickle", action="store_true", help="read a pickle, by torch's weights-only loader")
+    parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     args = parser.parse_args()
-    state = converters[args.source](read_weights(args.file, args.allow_pickle))
+    weights = read_weights(args.file, args.allow_pickle)
+    state = converters[args.source](weights)
     head = state.get("head.fc.weight")
-    model = create_model(args.model, num_classes=0 if head is None else len(head))
+    classes = {"num_classes": 0 if head is None else len(head)}
+    model = create_model(args.model, **classes | parse_arguments(args.model_args))
     check_state(model.state_dict(), state, str(args.file))
+    check_windows(model, weights, str(args.file))
     model.load_state_dict(state, strict=True)
     print(f"{args.model}: {model.save_pretrained(args.output_dir)}")
+    if unsaid := ", ".join(f"{key}={model.config[key]}" for key in UNSAID if key in model.config):
+        print(f"built with {unsaid}: these weights may fit other values, too, and --model_args sets them")
