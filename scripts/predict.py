@@ -158,7 +158,7 @@ def load(source: str, classes: str | None, device: str) -> Predictor:
     if source.startswith("timm:"):
         model, preprocess = from_timm(source.removeprefix("timm:"))
         model.eval()
-        subset = None if classes else infer_imagenet_subset(model)
+        subset = None if classes or getattr(model, "class_names", ()) else infer_imagenet_subset(model)
         classes = "imagenet-1k" if subset == "imagenet-1k" else classes
     elif source in list_models() and not embedded(source):
         raise ValueError(f"{source} is the name of a model with fresh weights, whose labels mean nothing: give a "

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common import adapt, create_model, from_pretrained, list_models
-from common.models.hub import PREPROCESSOR_NAME
+from common.models.hub import CONFIG_NAME, PREPROCESSOR_NAME
 from common.models.weights import load_weights
 from swin import Swin
 
@@ -63,6 +63,22 @@ def test_names_of_classes_are_stored(tmp_path: Path) -> None:
         model.name_classes(["cat", "dog"])
     with pytest.raises(ValueError, match="is not a class name"):
         model.name_classes(["cat", "dog", "two\nlines"])
+    for wrong in (["cat", "dog"], ["cat", "dog", "two\nlines"]):
+        model.class_names = wrong  # else the model is saved, and can never be loaded
+        with pytest.raises(ValueError, match="2 names are given|is not a class name"):
+            model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("by_name", "pretrained"), [(True, True), (False, True), (False, False)])
+def test_timm_keeps_names_and_preprocessing(by_name: bool, pretrained: bool, tmp_path: Path) -> None:
+    """Lost otherwise: a model that is trained on is saved without, and evaluated with ImageNet's mean and std."""
+    source = str(ROOT / "swin/checkpoints/a_swin_micro")
+    name, more = ("a_swin_micro", {"pretrained_cfg": {"file": source}}) if by_name else (f"local-dir:{source}", {})
+    timm.create_model(name, pretrained=pretrained, **more).save_pretrained(tmp_path)  # type: ignore[operator]
+    for file in (CONFIG_NAME, PREPROCESSOR_NAME):
+        one, other = (json.loads((folder / file).read_text()) for folder in (tmp_path, Path(source)))
+        assert one.get("id2label") == other.get("id2label")
+        assert one.get("mean") == other.get("mean")
 
 
 def test_reset_classifier_survives_saving(tmp_path: Path) -> None:

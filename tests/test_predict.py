@@ -14,7 +14,7 @@ from conftest import ROOT
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from common import from_pretrained
+from common import create_model, from_pretrained
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.data.sources import load_data
 from common.data.splits import load_digits_data
@@ -55,6 +55,15 @@ def test_labels_are_those_of_the_model(digit: Path, tmp_path: Path, capsys: pyte
     assert "shifts" not in found
     lines = capsys.readouterr().out.splitlines()
     assert f"| digit 2 | {100 * values[0]:10.2f} % |".replace("  ", " ") in [line.replace("  ", " ") for line in lines]
+
+
+def test_names_stored_with_a_model_come_before_imagenets(tmp_path: Path) -> None:
+    """Lost otherwise: by way of timm a model of a thousand species calls them goldfish and toilet paper."""
+    model = create_model("a_swin_micro", num_classes=1000)
+    model.name_classes([f"species {i}" for i in range(1000)])
+    model.save_pretrained(tmp_path)
+    for source in (str(tmp_path), f"timm:local-dir:{tmp_path}"):
+        assert SCRIPT["load"](source, None, "cpu").classes[1] == "species 1"
 
 
 def test_the_shift_report_sets_default_beside_adaptive(digit: Path, tmp_path: Path,

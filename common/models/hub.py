@@ -115,6 +115,8 @@ class HubModel(nn.Module):
     def stored_config(self) -> dict[str, Any]:
         """What config.json holds: the arguments, the names of the classes, and what timm needs to know."""
         names = self.class_names
+        if names:  # which may have been set to anything
+            self.name_classes(names)
         labels = {"id2label": {str(i): name for i, name in enumerate(names)}} if names else {}
         switched = {"canonical": self.canonical} if "canonical" in self.config else {}  # may be set on a built model
         return {"model_type": OURS + self.model_type, **self.config, **switched, **labels, **self.timm_config()}

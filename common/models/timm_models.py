@@ -35,10 +35,13 @@ def expose(name: str, build: Callable[..., HubModel]) -> None:
         if source is None:
             raise RuntimeError(f"no weights of {name} are published yet: give pretrained_cfg={{'hf_hub_id': ...}} "
                                "or {'file': directory}, or convert timm's (convert.py)")  # fmt: skip
-        model = build(**_stored_arguments(name, build, source, kwargs) | kwargs)
+        arguments, names = _stored_arguments(name, build, source, kwargs)
+        model = build(**arguments | kwargs)
         if fresh := load_weights(model, resolve_file(source[0], WEIGHTS_NAME, **source[1]), model.last_layer):
             warnings.warn(f"{', '.join(fresh)} of {source[0]} belong to other classes: they start anew and need "
                           "training", stacklevel=2)  # fmt: skip
+        elif len(names) == model.config["num_classes"]:
+            model.class_names = names
         model.take_input(read_input(model.input_fields, source[0], **source[1]), "img_size" in kwargs)
         return model
 
@@ -46,15 +49,15 @@ def expose(name: str, build: Callable[..., HubModel]) -> None:
 
 
 def _stored_arguments(name: str, build: Callable[..., HubModel], source: Source,
-                      kwargs: Mapping[str, Any]) -> dict[str, Any]:  # fmt: skip
-    """The arguments that our config.json beside some weights says they were trained with; none where there is none,
-    as beside timm's. The name says whether the model is adaptive, how many classes it has, and its size, which must be
-    that of the stored one."""
+                      kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:  # fmt: skip
+    """The arguments that our config.json beside some weights says they were trained with, and the names of the classes;
+    none where there is none, as beside timm's. The name says whether the model is adaptive, how many classes it has,
+    and its size, which must be that of the stored one."""
     if not has_config(source[0], **source[1]):
-        return {}
+        return {}, ()
     with torch.device("meta"):
         named = build()
-    stored, _ = type(named).read_arguments(source[0], {}, **source[1])
+    stored, names = type(named).read_arguments(source[0], {}, **source[1])
     for key in SIZE:
         own = named.config.get(key)
         if key not in kwargs and (found := stored.get(key, own)) != own:
@@ -62,7 +65,7 @@ def _stored_arguments(name: str, build: Callable[..., HubModel], source: Source,
                              "'local-dir:FOLDER' or 'hf-hub:OWNER/NAME', which takes the size from "
                              "config.json")  # fmt: skip
     zeros = {"padding_mode"} if stored.get("padding_mode") == "zeros" else set()  # the default's own
-    return {key: value for key, value in stored.items() if key not in {"adaptive", "num_classes", *zeros}}
+    return {key: value for key, value in stored.items() if key not in {"adaptive", "num_classes", *zeros}}, names
 
 
 def expose_saved(name: str, find: Callable[[], type[HubModel]]) -> None:
@@ -74,7 +77,11 @@ def expose_saved(name: str, find: Callable[[], type[HubModel]]) -> None:
                                "'hf-hub:OWNER/NAME', or a model of common.list_models()")  # fmt: skip
         if pretrained:
             return find().from_pretrained(source[0], **source[1], **kwargs)
-        return find()(**{**find().read_arguments(source[0], kwargs, **source[1])[0], **kwargs})
+        arguments, names = find().read_arguments(source[0], kwargs, **source[1])
+        model = find()(**{**arguments, **kwargs})
+        model.class_names = names if model.config["num_classes"] == arguments.get("num_classes") else ()
+        model.take_input(read_input(model.input_fields, source[0], **source[1]), "img_size" in kwargs)
+        return model
 
     _register(name, load)
 
