@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         reasons = "; ".join(f"{row['check']}: {row['found']}, expected {row['expected']}" for row in failed)
         raise SystemExit(f"not published, {len(failed)} of {len(rows)} checks failed: {reasons}")
     write_json(run.directory / CHECKS_NAME, rows)
-    card = model_card(run.model, run.results, source=args.repo_id, checks=rows)
+    card = model_card(run.model, run.results, source=args.repo_id, checks=rows, revision=args.revision)
     (run.directory / CARD_NAME).write_text(card)
     with tempfile.TemporaryDirectory() as temporary:
         folder = stage(run, Path(temporary))

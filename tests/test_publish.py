@@ -68,7 +68,8 @@ def refuse(run: Path, *arguments: str) -> str:
     return stopped.value.code
 
 
-def test_a_dry_run_does_everything_but_the_upload(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_does_everything_but_the_upload(run: Path, capsys: pytest.CaptureFixture[str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     publish.main([str(run), "--repo_id", "team/model", "--dry-run", "--sample", "48"])
     said = capsys.readouterr().out
     assert "top1, 48 of 360" in said
@@ -78,6 +79,10 @@ def test_a_dry_run_does_everything_but_the_upload(run: Path, capsys: pytest.Capt
     assert 'source = "team/model"' in card
     rows = json.loads((run / "publish.json").read_text())
     assert all(row["verdict"] == "ok" and row["found"] in card for row in rows)
+    monkeypatch.setattr(publish, "check", lambda run: rows)
+    publish.main([str(run), "--repo_id", "team/model", "--dry-run", "--revision", "v2"])
+    branch = (run / "README.md").read_text()  # else the card of a branch loads what is on main
+    assert branch.count('(source, revision="v2")') == branch.count('PREPROCESSOR_NAME, revision="v2")') == 1
 
 
 def test_metrics_that_are_not_the_models_are_refused(run: Path) -> None:

@@ -41,11 +41,11 @@ CITATION = """\
 
 
 def model_card(model: HubModel, results: Mapping[str, Any], *, source: str, exactness: Sequence[Mapping[str, Any]] = (),
-               checks: Sequence[Mapping[str, Any]] = ()) -> str:  # fmt: skip
+               checks: Sequence[Mapping[str, Any]] = (), revision: str | None = None) -> str:  # fmt: skip
     """README.md of a model's repository: metadata for the Hub, use, metrics beside the paper's, training, limits.
 
-    ``source`` is the Hub id or directory that the card tells people to load; ``exactness`` holds rows of
-    ``scripts/exactness.py``, ``checks`` those of ``scripts/publish.py``.
+    ``source`` is the Hub id or directory that the card tells people to load, and ``revision`` its branch; ``exactness``
+    holds rows of ``scripts/exactness.py``, ``checks`` those of ``scripts/publish.py``.
     """
     name, (_, data, split), dense = results["model"], data_of(results), is_segmenter(results)
     kind = "adaptive: exactly shift-equivariant" if model.adaptive else "default: not shift-equivariant"
@@ -58,7 +58,7 @@ def model_card(model: HubModel, results: Mapping[str, Any], *, source: str, exac
             "of *Making Vision Transformers Truly Shift-Equivariant* (CVPR 2024)."
         ),
         "## Use",
-        _fence("python", snippet(model, source, results["settings"]["data"])),
+        _fence("python", snippet(model, source, results["settings"]["data"], revision)),
         f"`common` is part of the package `{LIBRARY}`"
         + ("; the path is that from the root of its repository." if (ROOT / source).is_dir() else "."),
         *_classes(model),
@@ -115,8 +115,9 @@ def card_data(model: HubModel, results: Mapping[str, Any]) -> ModelCardData:
     )
 
 
-def snippet(model: Any, source: str, data: str) -> str:
+def snippet(model: Any, source: str, data: str, revision: str | None = None) -> str:
     """Python that loads the model, classifies images and moves them; it runs as it is."""
+    branch = f', revision="{revision}"' if revision else ""  # else that of main is loaded, another model or none
     dense = model.model_type == "upernet"
     module, kind = ("segmentation.preprocess", "ScenePreprocess") if dense else ("common.preprocess", "Preprocess")
     load, where = ("load_scenes", "segmentation.data") if dense else ("load_data", "common.data")
@@ -132,8 +133,8 @@ def snippet(model: Any, source: str, data: str) -> str:
         *sorted(imports),
         "",
         f'source = "{source}"',
-        "model = from_pretrained(source)",
-        f"preprocess = {kind}.load(resolve_file(source, PREPROCESSOR_NAME))",
+        f"model = from_pretrained(source{branch})",
+        f"preprocess = {kind}.load(resolve_file(source, PREPROCESSOR_NAME{branch}))",
         f"images = {images}",
         "x = preprocess.evaluate(images)  # resized and normalised",
         "logits = model(x)  # " + ("images, classes, height, width" if dense else "images, classes"),
@@ -149,7 +150,7 @@ def snippet(model: Any, source: str, data: str) -> str:
             else f"torch.testing.assert_close(model(moved), {moved})",
         ]
     else:
-        lines += ["", "adaptive = from_pretrained(source, adaptive=True)  # the same weights, with anchors"]
+        lines += ["", f"adaptive = from_pretrained(source{branch}, adaptive=True)  # the same weights, with anchors"]
     return "\n".join(lines)
 
 
