@@ -294,7 +294,8 @@ def draw(predictors: list[Predictor], reports: list[Report], images: dict[Path, 
     figure.suptitle(f"{kind} shifts; red: another label" + (f"; the first {DRAWN} images" * (len(images) > DRAWN)),
                     fontsize=10)  # fmt: skip
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=130, format="png")
+    suffix = target.suffix[1:].lower()
+    figure.savefig(target, dpi=130, format=suffix if suffix in figure.canvas.get_supported_filetypes() else "png")
 
 
 if __name__ == "__main__":

@@ -80,6 +80,9 @@ def test_the_shift_report_sets_default_beside_adaptive(digit: Path, tmp_path: Pa
     assert default["labels"][0][0] == found[0]["predictions"][0]["class"]  # the first cell is the image in place
     assert default["bit_identical"] >= 1
 
+    predict("--model", ADAPTIVE, digit, "--shift-report", "--grid", "1", "--plot", tmp_path / "heat.PDF")
+    assert (tmp_path / "heat.PDF").read_bytes().startswith(b"%PDF")  # not a PNG, which no viewer of its name opens
+
     x = Preprocess.load(resolve_file(DEFAULT, PREPROCESSOR_NAME)).evaluate(load_digits_data()[1].images[:1])
     with torch.no_grad():
         moved = from_pretrained(DEFAULT)(x.roll((14, 7), (2, 3)))  # 14 down, 7 right
