@@ -327,6 +327,8 @@ def test_timm_prepares_images_as_a_directory_says(tmp_path: Path) -> None:
 
 def test_stages_that_there_are_not_are_refused() -> None:
     model, x = create_model("swin_micro"), torch.zeros(1, 3, 32, 32)
+    with pytest.raises(ValueError, match="indices 0 do not fit"):  # not all stages
+        timm.create_model("swin_micro", features_only=True, out_indices=0)(x)
     for asked in (0, 3, [2], []):
         with pytest.raises(ValueError, match="do not fit a model of 2 stages"):
             model.forward_intermediates(x, asked)

@@ -105,7 +105,7 @@ def _register(name: str, load: Callable[..., HubModel]) -> None:
             warnings.warn("maps of an adaptive model begin where its anchors chose, not at the corner of the image: to "
                           "know where, create the whole model and call forward_intermediates(x, return_offsets=True)",
                           stacklevel=3)  # fmt: skip
-        return FeatureGetterNet(model, out_indices=out_indices or len(model.feature_info))
+        return FeatureGetterNet(model, out_indices=len(model.feature_info) if out_indices is None else out_indices)
 
     entry.__name__ = entry.__qualname__ = name
     entry.__module__ = __name__
