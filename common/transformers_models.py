@@ -103,11 +103,17 @@ class _Model(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str],  # type: ignore[override]
                         state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:  # fmt: skip
-        """As ``common`` saves a model: the same files."""
+        """As ``common`` saves a model: the same files. Of several processes the first, as ``is_main_process`` says; the
+        others may hold a part of the weights, or none."""
+        if not kwargs.get("is_main_process", True):
+            return
         names = [self.config.id2label[i] for i in range(self.config.num_labels)]
         if names != [f"LABEL_{i}" for i in range(len(names))]:  # what transformers says where it knows none
             self.model.name_classes(names)
-        state = {name.removeprefix("model."): tensor for name, tensor in (state_dict or self.state_dict()).items()}
+        state = {
+            name.removeprefix("model."): tensor
+            for name, tensor in (self.state_dict() if state_dict is None else state_dict).items()
+        }
         self.model.save_pretrained(save_directory, state)
 
 
@@ -219,7 +225,7 @@ def to_pixels(image: Any, upright: bool = True) -> np.ndarray:
     pixels = image.permute(1, 2, 0).numpy() if isinstance(image, Tensor) else np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ValueError(f"expected Pillow images, uint8 arrays (h, w, 3) or uint8 tensors (3, h, w), got "
-                         f"{type(image).__name__} of shape {tuple(image.shape)} and type {image.dtype}")  # fmt: skip
+                         f"{type(image).__name__} of shape {np.shape(image)} and type {pixels.dtype}")  # fmt: skip
     return pixels
 
 

@@ -141,6 +141,19 @@ def test_the_trainers_checkpoints_load(tmp_path: Path) -> None:
     fresh.load_state_dict(model.state_dict())
 
 
+def test_one_process_of_several_saves(tmp_path: Path) -> None:
+    """Else the others, to whom FSDP gives no weights, write their own over those that were gathered."""
+    model = transformers.AutoModelForImageClassification.from_pretrained(SWIN)
+    model.save_pretrained(tmp_path, is_main_process=True, state_dict=model.state_dict())
+    written = (tmp_path / "model.safetensors").read_bytes()
+    other = transformers.AutoModelForImageClassification.from_config(model.config)
+    other.save_pretrained(tmp_path, is_main_process=False, state_dict={})
+    for save in (other.save_pretrained, other.model.save_pretrained):
+        with pytest.raises(ValueError, match="does not fit the model: missing"):
+            save(tmp_path, state_dict={})
+    assert (tmp_path / "model.safetensors").read_bytes() == written
+
+
 def test_options_are_heard_or_refused() -> None:
     """None of these changed anything."""
     auto, processor = transformers.AutoModelForImageClassification, transformers.AutoImageProcessor
@@ -156,6 +169,8 @@ def test_options_are_heard_or_refused() -> None:
     prepare = processor.from_pretrained(SWIN)
     with pytest.raises(ValueError, match="'do_resize'.* do not apply"):
         prepare(picture(0), do_resize=False)
+    with pytest.raises(ValueError, match="expected Pillow images.*got str"):
+        prepare("image.png")
     with pytest.raises(ValueError, match="return_tensors='np'"):
         prepare(picture(0), return_tensors="np")
     model = auto.from_pretrained(SWIN)

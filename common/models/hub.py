@@ -87,7 +87,7 @@ class HubModel(nn.Module):
         """
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
-        config, state = self.stored_config(), dict(state_dict or self.state_dict())
+        config, state = self.stored_config(), dict(self.state_dict() if state_dict is None else state_dict)
         with torch.device("meta"):
             outline = type(self)(**self.config).state_dict()
         check_state(outline, state, "what is to be saved, which could not be loaded again (after a layer was replaced, "
