@@ -19,7 +19,7 @@ from app_helpers import ADAPTIVE, DEFAULT, EXAMPLES, SCRIPT, SEGMENTERS, SIDES, 
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 
-from common import from_pretrained
+from common import create_model, from_pretrained
 from common.data.preprocess import Preprocess
 from common.shifts import roll
 from shiftvit.page.build import build_page
@@ -198,6 +198,8 @@ def test_models_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     renamed.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="different class names, or the same in another order"):
         load_sides(str(tmp_path), ADAPTIVE)
+    converted = str(create_model("swin_micro").save_pretrained(tmp_path / "converted"))  # without a preprocessor file
+    assert load_sides(converted, converted)[1].preprocess == Preprocess(size=(32, 32))
     default, adaptive = load_sides(DEFAULT, DEFAULT)  # one set of weights serves both
     assert (default.model.adaptive, adaptive.model.adaptive) == (False, True)
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from common import from_pretrained
 from common.data.images import decode_image
-from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.data.preprocess import Preprocess
 from common.data.splits import load_digits_data
 from common.models.classifier import Classifier
-from common.models.hub import resolve_file
 
 __all__ = [
     "MAX_PIXELS",
@@ -68,7 +67,8 @@ def load_sides(default: str, adaptive: str) -> tuple[Side, Side]:
         model = from_pretrained(source, adaptive=title == "adaptive")
         if not isinstance(model, Classifier):
             raise ValueError(f"{source} holds a {type(model).__name__}: give a classifier")
-        sides.append(Side(title, model, Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))))
+        stored = model.stored_input or {"size": model.img_size}  # as predict.py prepares images of such a model
+        sides.append(Side(title, model, Preprocess(**stored)))
     left, right = ((side.preprocess.size, side.model.num_classes) for side in sides)
     if left != right:
         raise ValueError(f"the default model has (size, classes) {left}, the adaptive one {right}: give two models of "
