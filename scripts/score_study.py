@@ -128,7 +128,8 @@ def run(family: str, variant: str, seed: int, args: argparse.Namespace) -> None:
     arguments = VARIANTS[variant]
     model = f"{family}_mini" if arguments is None else f"a_{family}_mini"
     recipe = Recipe(**{**RECIPE.settings(), "model": model, "data": args.data, "seed": seed, "epochs": args.epochs,
-                       "warmup_epochs": args.epochs / 8, "model_args": DEPTHS | (arguments or {})})  # fmt: skip
+                       "warmup_epochs": args.epochs / 8, "model_args": DEPTHS | (arguments or {}),
+                       "batch_size": min(RECIPE.batch_size, args.limit or RECIPE.batch_size)})  # fmt: skip
     output = args.output_dir / name_of(family, variant, seed)
     results = train("score_study", recipe, RunOptions(output_dir=str(output), compile=args.compile, eval_every=1,
                                                       eval_batch_size=1000, limit=args.limit, report_to="none",
