@@ -151,7 +151,7 @@ def _per_pixel(logits: Tensor, labels: Tensor) -> Tensor:
         raise ValueError(f"label {IGNORE_INDEX} is one of {logits.shape[1]} classes, and cannot mark ignored "
                          "pixels: compute the loss from the logits")  # fmt: skip
     counted = (labels != IGNORE_INDEX).sum().clamp_min(1)
-    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") / counted
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum") / counted
 
 
 class _Processor(BaseImageProcessor):
@@ -208,7 +208,7 @@ class SegmenterProcessor(_Processor):
     def post_process_semantic_segmentation(self, outputs: Any, target_sizes: Any = None) -> list[Tensor]:
         """A label per pixel for each image, (h, w) of ``target_sizes`` or as large as the logits."""
         sizes = target_sizes if target_sizes is not None else [outputs.logits.shape[-2:]] * len(outputs.logits)
-        return [F.interpolate(logits[None], tuple(map(int, size)), mode="bilinear")[0].argmax(0)
+        return [F.interpolate(logits[None].float(), tuple(map(int, size)), mode="bilinear")[0].argmax(0)
                 for logits, size in zip(outputs.logits, sizes, strict=True)]  # fmt: skip
 
 

@@ -188,3 +188,17 @@ def test_a_segmenter_trains_its_auxiliary_head() -> None:
     assert both > one
     assert one.item() == pytest.approx(F.cross_entropy(model(x).logits, labels).item(), rel=1e-5)
     assert model(x, labels=torch.full_like(labels, 255)).loss == 0
+
+
+@torch.no_grad()
+def test_a_segmenter_in_half_precision() -> None:
+    """The losses of many pixels add up to more than float16 holds, and masks are stretched between rounded logits."""
+    model = transformers.AutoModelForSemanticSegmentation.from_pretrained(UPERNET, dtype="float16")
+    processor = transformers.AutoImageProcessor.from_pretrained(UPERNET)
+    x = processor(list(load_digit_scenes(train=1, test=8)[1].images), return_tensors="pt")["pixel_values"].half()
+    labels = torch.randint(0, 11, (8, 64, 64))
+    output = model(x, labels=labels)
+    logits = output.logits.float()
+    assert output.loss.item() == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+    masks = torch.stack(processor.post_process_semantic_segmentation(output, [(240, 200)] * 8))
+    assert torch.equal(masks, F.interpolate(logits, (240, 200), mode="bilinear").argmax(1))
