@@ -80,6 +80,9 @@ def write_masks(model: Model, images: Mapping[Path, np.ndarray], directory: Path
     """
     if len({path.stem for path in images}) < len(images):
         raise ValueError("two images have the same name, and so would their masks: predict them one by one")
+    targets = {path: directory / f"{path.stem}.png" for path in images}
+    if same := [path for path, target in targets.items() if target.exists() and target.samefile(path)]:
+        raise ValueError(f"the mask of {same[0]} would replace the image itself: choose another folder for masks")
     directory.mkdir(parents=True, exist_ok=True)
     colours, rows = (255 * palette(len(names))).round().astype(np.uint8), []
     for path, pixels in tqdm(images.items(), desc="masks", leave=False, disable=None):
@@ -90,11 +93,10 @@ def write_masks(model: Model, images: Mapping[Path, np.ndarray], directory: Path
         picture = Image.fromarray(mask.numpy().astype(np.uint8 if len(names) <= 256 else np.uint16))
         if len(names) <= 256:
             picture.putpalette(colours.tobytes())
-        target = directory / f"{path.stem}.png"
-        picture.save(target)
+        picture.save(targets[path])
         shares = {names[c]: 100 * (mask == c).float().mean().item() for c in mask.unique().tolist()}
         changed = 100 * (back != logits.argmax(1)).float().mean().item()
-        rows.append({"image": str(path), "mask": str(target), "classes": shares, "changed": changed})
+        rows.append({"image": str(path), "mask": str(targets[path]), "classes": shares, "changed": changed})
     return rows
 
 

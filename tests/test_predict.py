@@ -200,6 +200,8 @@ def test_segmenters_write_masks(digit: Path, tmp_path: Path, capsys: pytest.Capt
     shutil.copy(paths[0], tmp_path / "other")
     with pytest.raises(ValueError, match="two images have the same name"):
         predict("--model", segmenter, paths[0], tmp_path / "other" / paths[0].name, "--masks", tmp_path / "masks")
+    with pytest.raises(ValueError, match=r"the mask of .*0.png would replace the image itself: choose another folder"):
+        predict("--model", segmenter, paths[0], "--masks", tmp_path)
     shutil.copytree(segmenter, tmp_path / segmenter.name)  # else the second model's masks replace the first one's
     with pytest.raises(ValueError, match="two models are called upernet_a_swin_micro"):
         predict("--model", segmenter, "--model", tmp_path / segmenter.name, paths[0], "--masks", tmp_path / "masks")
