@@ -50,17 +50,17 @@ def slide(model: Model, images: Tensor, window: tuple[int, int], stride: tuple[i
         [min(i * s, side - w) for i in range(math.ceil((side - w) / s) + 1)]
         for side, w, s in zip(sides, window, stride, strict=True)
     )
-    total, seen = None, images.new_zeros(1, 1, *sides)
+    total, seen = None, torch.zeros(1, 1, *sides, device=images.device)  # in float32: hundreds of windows add up
     for top in rows:
         for left in columns:
             place = (..., slice(top, top + window[0]), slice(left, left + window[1]))
-            logits = model(images[place])
+            logits = model(images[place]).float()
             if total is None:
                 total = logits.new_zeros(*logits.shape[:2], *sides)
             total[place] += logits
             seen[place] += 1
     assert total is not None
-    return total / seen.to(total.dtype)
+    return total / seen
 
 
 def palette(classes: int) -> np.ndarray:

@@ -114,6 +114,13 @@ def test_sliding_windows_agree_where_windows_do() -> None:
         slide(pixelwise, x, (8, 8), (9, 8))
 
 
+def test_many_windows_add_up_in_half_precision() -> None:
+    """A sum of a thousand logits in bfloat16 stops growing: in the middle of an image every class would be the same."""
+    values = torch.tensor([3.0, 3.5], dtype=torch.bfloat16).view(1, 2, 1, 1)
+    logits = slide(lambda x: values.expand(-1, -1, 32, 32), torch.zeros(1, 3, 48, 48), (32, 32), (1, 1))
+    assert torch.equal(logits, values.float().expand(-1, -1, 48, 48))
+
+
 @pytest.mark.parametrize("kind", ["circular", "standard"])
 def test_pictures_show_what_changes(kind: Any, tmp_path: Path) -> None:
     """The figure would mark pixels that did not change, or miss those that did."""
