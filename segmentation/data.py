@@ -59,8 +59,8 @@ def load_scenes(name: str, labelling: Labelling | None = None,
         digits = dict(zip(("train", "test"), load_digit_scenes(), strict=True))
         return digits["train"], digits[held_out(digits, name, (split or "test",))]
     path = Path(name)
-    known = _named_classes(path) or KNOWN.get(path.name.partition("@")[0].lower())
-    labelling = labelling or known or Labelling()
+    known = labelling or _named_classes(path) or KNOWN.get(path.name.partition("@")[0].lower())
+    labelling = known or Labelling()
     labelling = replace(labelling, evaluated=(split,)) if split else labelling
     if is_hub_id(name):
         return _load_hub(name, labelling)
@@ -148,7 +148,8 @@ def _read_tree(folder: Path, part: str, labelling: Labelling) -> PixelSplit:
         if not directory.is_dir():
             raise FileNotFoundError(f"no folder {directory}: expected images/{part} and annotations/{part}")
     items = []
-    for path in sorted(p for p in images.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES):
+    visible = (p for p in images.iterdir() if not p.name.startswith("."))  # macOS hides a file beside each
+    for path in sorted(p for p in visible if p.suffix.lower() in IMAGE_SUFFIXES):
         label = annotations / f"{path.stem}.png"
         if not label.is_file():
             raise FileNotFoundError(f"{path} has no labels: expected {label}")

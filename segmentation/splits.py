@@ -129,6 +129,8 @@ def check_labels(split: PixelSplit, where: str, classes: int, sample: int = 64) 
 def decode_labels(content: bytes) -> np.ndarray:
     """Encoded label image -> (H, W) numbers. One channel: grey levels or palette entries."""
     with open_image(content) as image:
+        if image.format == "JPEG":
+            raise ValueError("labels are a JPEG, which changes numbers: store them as PNG")
         numbers = np.asarray(image)
     if numbers.ndim != 2:
         raise ValueError(f"labels must be an image of one channel, got mode {image.mode}")

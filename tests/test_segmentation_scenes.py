@@ -135,6 +135,29 @@ def test_a_folder_names_its_own_classes(tmp_path: Path) -> None:
         load_scenes(str(tmp_path))
 
 
+def test_a_tree_of_other_classes(tmp_path: Path) -> None:
+    """Labels that are described would be read as ADE20K's, and what macOS puts beside each file as scenes."""
+    for part in ("training", "validation"):
+        for kind, content in zip(("images", "annotations"), scene(0), strict=True):
+            folder = tmp_path / kind / part
+            folder.mkdir(parents=True)
+            (folder / "a.png").write_bytes(content)
+            (folder / "._a.png").write_bytes(b"Mac OS X")
+    train, test = load_scenes(str(tmp_path), Labelling(tuple("abcde")))
+    assert train.classes == test.classes == tuple("abcde")
+    assert len(train) == len(test) == 1
+    assert train.labels.unique().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_labels_in_jpeg_are_refused(tmp_path: Path) -> None:
+    """Masks of 0 and 255 would become dozens of classes, and numbers of classes others."""
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(scene(0)[1])).save(buffer, "JPEG", quality=100)
+    write_parquet(tmp_path / "train.parquet", [(scene(0)[0], buffer.getvalue())])
+    with pytest.raises(ValueError, match="row 0 of .*labels are a JPEG, which changes numbers: store them as PNG"):
+        load_scenes(str(tmp_path))
+
+
 def test_broken_scenes_are_named(tmp_path: Path) -> None:
     """A wrong row among 20,000 could not be found, or would train silently."""
     good = [scene(i) for i in range(3)]
