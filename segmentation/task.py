@@ -64,7 +64,8 @@ class Segmentation(Task[SegmentationRecipe]):
         self.model.name_classes(train.classes)
         keys = ("resize", "mean", "std", "ratio_range", "max_class_share", "flip", "photometric")
         multiple = (recipe.multiple, recipe.multiple) if recipe.multiple else self.model.multiple
-        self.model.check_size(multiple)
+        if recipe.multiple or recipe.resize:  # else all scenes have the model's own size
+            self.model.check_size(multiple)
         self.preprocess = ScenePreprocess(size=self.model.img_size, multiple=multiple,
                                           **{key: getattr(recipe, key) for key in keys})  # fmt: skip
         self.train_split = train.prepared(self.preprocess, seed=recipe.seed).to(accelerator.device)

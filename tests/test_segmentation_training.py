@@ -285,6 +285,15 @@ def test_recipes_are_valid(name: str) -> None:
     assert model.config["padding_mode"] == (None if own else "circular")
 
 
+def test_a_backbone_that_takes_one_size_trains(tmp_path: Path) -> None:
+    """MViTv2 refuses images of the smallest valid side, which no scene has."""
+    flags = ("--model_args", "backbone=mvitv2_micro", "--limit", "4", "--metrics", "miou")
+    assert run(tmp_path / "out", *flags)[0]["images"] == 4
+    AcceleratorState._reset_state(True)
+    with pytest.raises(ValueError, match=r"relative positions for images of \(64, 64\) alone"):
+        run(tmp_path / "other", *flags, "--resize", "96", "64")
+
+
 @pytest.mark.slow
 def test_rows_of_the_paper_run_small(tmp_path: Path) -> None:
     """``reproduce.py`` would fail after days, not after seconds."""
