@@ -30,6 +30,7 @@ from common.data.sources import (
     parquet_files,
     read_columns,
     row_name,
+    stored_bytes,
 )
 from common.data.splits import load_digits_data
 from common.evaluation.metrics import IGNORE_INDEX
@@ -190,7 +191,7 @@ def _read_cells(images: Any, labels: Any, i: int) -> tuple[bytes, bytes]:
 
 def _read_row(rows: Any, image: str, label: str, i: int) -> tuple[bytes, bytes]:
     row = rows[i]
-    return row[image]["bytes"], row[label]["bytes"]
+    return stored_bytes(row[image]), stored_bytes(row[label])
 
 
 def _read_paths(paths: tuple[Path, Path]) -> tuple[bytes, bytes]:

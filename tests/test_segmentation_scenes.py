@@ -78,6 +78,10 @@ def test_the_tree_of_ade20k_and_the_hub(tmp_path: Path) -> None:
     split = from_dataset(datasets.Dataset.from_list(encoded, features=features), "owner/name", ADE20K)
     assert isinstance(split, EncodedScenes)
     assert all(torch.equal(a, b) for a, b in zip(split.decode(0), train.decode(0), strict=True))
+    files = [{key: {"bytes": None, "path": str(tmp_path / kind / "training/ADE_0.png")}
+              for key, kind in (("image", "images"), ("annotation", "annotations"))}]  # fmt: skip
+    named = from_dataset(datasets.Dataset.from_list(files, features=features), "owner/name", ADE20K)
+    assert torch.equal(named.images[0], split.decode(0)[0])  # a repository of image files
 
 
 def test_splits_are_told_apart_by_whole_names(tmp_path: Path) -> None:

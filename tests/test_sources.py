@@ -118,6 +118,10 @@ def test_hub_datasets_become_the_same_arrays(tmp_path: Path) -> None:
     assert arrays.classes == ("cat", "dog")
     assert arrays.labels.tolist() == [1, 0, 1]
     assert torch.equal(arrays.images[2].permute(1, 2, 0), torch.from_numpy(decode_image(encode(2)).copy()))
+    for i in range(3):
+        (tmp_path / f"{i}.png").write_bytes(encode(i))
+    rows["img"] = [{"bytes": None, "path": str(tmp_path / f"{i}.png")} for i in range(3)]  # of image files on the Hub
+    assert torch.equal(from_dataset(datasets.Dataset.from_dict(rows, features=features), "n").images, arrays.images)
 
 
 def test_broken_data_are_named(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from .splits import Arrays, Encoded, Split, check_rows, load_digits_data, same_c
 
 __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "find_column",
            "held_out", "load_data", "load_evaluation", "load_folder", "load_hub", "load_split", "parquet_files",
-           "read_columns", "read_labels", "row_name", "shown"]  # fmt: skip
+           "read_columns", "read_labels", "row_name", "shown", "stored_bytes"]  # fmt: skip
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -229,7 +229,13 @@ def _read_cell(cells: Any, i: int) -> np.ndarray:
 
 
 def _read_row(rows: Any, column: str, i: int) -> np.ndarray:
-    return decode_image(rows[i][column]["bytes"])
+    return decode_image(stored_bytes(rows[i][column]))
+
+
+def stored_bytes(cell: dict[str, Any]) -> bytes:
+    """An image in a cell of the library ``datasets``; one of a repository of image files names its file instead."""
+    content: bytes | None = cell["bytes"]
+    return Path(cell["path"]).read_bytes() if content is None else content
 
 
 def _read_path(path: Path) -> np.ndarray:
