@@ -104,7 +104,7 @@ def load(source: str) -> tuple[HubModel, dict[str, Any]]:
         warnings.warn(f"{source} has no {PREPROCESSOR_NAME}: the file will say that images are normalised as "
                       "ImageNet's", stacklevel=2)  # fmt: skip
         return model, normalisation
-    return model, {key: model.stored_input[key] for key in normalisation}
+    return model, {key: model.stored_input.get(key, value) for key, value in normalisation.items()}
 
 
 def describe(target: Path) -> str:

@@ -14,7 +14,7 @@ from conftest import ROOT, randomize
 from torch import Tensor, nn
 
 from common import create_model, from_pretrained
-from common.data.preprocess import Preprocess
+from common.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from common.data.splits import load_digits_data
 from common.publishing.export import Normalised, check_exported, export_model, load_exported
 
@@ -194,6 +194,13 @@ def test_images_of_other_channels_are_exported(tmp_path: Path) -> None:
     assert counts["bit-identical"] == 4
     with pytest.raises(SystemExit):
         SCRIPT["main"]([*flags, "--with_preprocessing"])
+
+
+def test_a_preprocessor_file_of_a_size_alone(tmp_path: Path) -> None:
+    """Every other command takes such a file, and ImageNet's normalisation; export ended in a KeyError."""
+    shutil.copytree(ROOT / "swin/checkpoints/a_swin_micro", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "preprocessor_config.json").write_text('{"size": [32, 32]}')
+    assert SCRIPT["load"](str(tmp_path))[1] == {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
 
 
 def test_the_command_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
