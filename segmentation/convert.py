@@ -75,9 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     state = from_transformers(load_file(args.file))
     if "decode_head.classifier.weight" not in state:
         raise SystemExit(f"{args.file} holds no decode_head.classifier: it is not a UperNet")
-    model = create_model(
-        args.model, num_classes=len(state["decode_head.classifier.weight"]), stage_norms="norms.0.weight" in state
-    )
+    classes, channels = state["decode_head.classifier.weight"].shape[:2]
+    auxiliary = state.get("auxiliary_head.classifier.weight")
+    model = create_model(args.model, num_classes=classes, channels=channels, stage_norms="norms.0.weight" in state,
+                         auxiliary_channels=0 if auxiliary is None else auxiliary.shape[1])  # fmt: skip
     check_state(model.state_dict(), state, str(args.file))
     model.load_state_dict(state, strict=True)
     print(f"{args.model}: {model.save_pretrained(args.output_dir)}")

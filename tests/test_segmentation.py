@@ -75,11 +75,12 @@ def test_default_equals_transformers(version: str, tmp_path: Path) -> None:
         assert relative(ours.float()(x), reference.float()(x).logits) < 1e-5
 
 
-def test_a_converted_file_becomes_a_model_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without it, nobody gets from a file of transformers to ``UperNet.from_pretrained``."""
+@pytest.mark.parametrize("auxiliary", [32, 16, 0])
+def test_a_converted_file_becomes_a_model_directory(auxiliary: int, tmp_path: Path) -> None:
+    """Without it, nobody gets from a file of transformers to ``UperNet.from_pretrained``, of whatever width."""
     from safetensors.torch import save_file
 
-    model = build("upernet_swin_micro", num_classes=5)
+    model = build("upernet_swin_micro", num_classes=5, channels=24, auxiliary_channels=auxiliary)
     save_file(convert.to_transformers(model.state_dict()), tmp_path / "theirs.safetensors")
     convert.main([str(tmp_path / "theirs.safetensors"), str(tmp_path / "ours"), "--model", "upernet_swin_micro"])
     loaded = UperNet.from_pretrained(tmp_path / "ours")
