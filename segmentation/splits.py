@@ -134,4 +134,6 @@ def decode_labels(content: bytes) -> np.ndarray:
         numbers = np.asarray(image)
     if numbers.ndim != 2:
         raise ValueError(f"labels must be an image of one channel, got mode {image.mode}")
+    if image.mode == "F" and (numbers % 1 > 0).any():
+        raise ValueError(f"labels hold fractions, such as {numbers[numbers % 1 > 0][0]:g}: store whole numbers")
     return numbers

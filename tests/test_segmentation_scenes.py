@@ -13,7 +13,7 @@ from segmentation_helpers import scene, write_parquet
 from segmentation.data import from_dataset, load_evaluation, load_scenes, load_split
 from segmentation.labels import ADE20K, CAMVID, Labelling
 from segmentation.preprocess import ScenePreprocess, distort_colours, resize_labels
-from segmentation.splits import EncodedScenes, Scenes
+from segmentation.splits import EncodedScenes, Scenes, decode_labels
 
 
 def test_digit_scenes_are_real_held_out_and_always_the_same() -> None:
@@ -153,13 +153,20 @@ def test_a_tree_of_other_classes(tmp_path: Path) -> None:
     assert train.labels.unique().tolist() == [0, 1, 2, 3, 4]
 
 
-def test_labels_in_jpeg_are_refused(tmp_path: Path) -> None:
-    """Masks of 0 and 255 would become dozens of classes, and numbers of classes others."""
+def test_labels_that_are_no_numbers_of_classes_are_refused() -> None:
+    """In JPEG, masks of 0 and 255 would become hundreds of classes; fractions would be cut off."""
+    labels = np.asarray(Image.open(io.BytesIO(scene(0)[1])))
+    for image, kind, message in (
+        (Image.fromarray(labels), "JPEG", "labels are a JPEG, which changes numbers: store them as PNG"),
+        (Image.fromarray(labels * np.float32(0.5)), "TIFF", "labels hold fractions, such as .*: store whole numbers"),
+    ):
+        buffer = io.BytesIO()
+        image.save(buffer, kind)
+        with pytest.raises(ValueError, match=message):
+            decode_labels(buffer.getvalue())
     buffer = io.BytesIO()
-    Image.open(io.BytesIO(scene(0)[1])).save(buffer, "JPEG", quality=100)
-    write_parquet(tmp_path / "train.parquet", [(scene(0)[0], buffer.getvalue())])
-    with pytest.raises(ValueError, match="row 0 of .*labels are a JPEG, which changes numbers: store them as PNG"):
-        load_scenes(str(tmp_path))
+    Image.fromarray(labels.astype(np.float32)).save(buffer, "TIFF")
+    assert np.array_equal(decode_labels(buffer.getvalue()), labels)
 
 
 def test_broken_scenes_are_named(tmp_path: Path) -> None:
