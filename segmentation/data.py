@@ -93,7 +93,10 @@ def _named_classes(folder: Path) -> Labelling | None:
     file = folder / CLASSES_NAME
     if not file.is_file():
         return None
-    names = tuple(line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip())
+    try:
+        names = tuple(line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip())
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8: save it as that, one name a line") from None
     if len(names) < 2 or len(set(names)) < len(names) or len(names) > IGNORE_INDEX:
         raise ValueError(f"{file} has {len(names)} names, {len(set(names))} of them different: expected 2 to "
                          f"{IGNORE_INDEX} different ones, one a line")  # fmt: skip

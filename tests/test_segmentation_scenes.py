@@ -134,6 +134,9 @@ def test_a_folder_names_its_own_classes(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("road\ncar\n")
     with pytest.raises(ValueError, match="row 0 of .* has label 2, but there are 2 classes"):
         load_scenes(str(tmp_path))[0].decode(0)  # type: ignore[attr-defined]
+    (tmp_path / "classes.txt").write_text("road\ncar\nsky\n", encoding="utf-16")  # as PowerShell's > does
+    with pytest.raises(ValueError, match="classes.txt is not UTF-8: save it as that"):
+        load_scenes(str(tmp_path))
     (tmp_path / "classes.txt").write_text("road\nroad\n")
     with pytest.raises(ValueError, match="has 2 names, 1 of them different"):
         load_scenes(str(tmp_path))
