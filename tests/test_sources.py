@@ -17,7 +17,7 @@ from common.data.images import decode_image
 from common.data.preprocess import Preprocess
 from common.data.sources import KNOWN, from_dataset, load_data, load_evaluation
 from common.data.splits import Encoded, check_rows
-from common.data.streaming import load_stream
+from common.data.streaming import Stream, load_stream
 
 
 def encode(seed: int, size: tuple[int, int] = (8, 8), kind: str = "PNG") -> bytes:
@@ -214,6 +214,19 @@ def test_streams_give_every_image_once_and_shuffle_by_epoch(tmp_path: Path) -> N
     assert sorted(total for total, _, _ in first) == sorted(
         2 * [int(decode_image(encode(i, (16, 16))).sum()) for i in range(10)]
     )
+
+
+def test_streams_of_image_files(tmp_path: Path) -> None:
+    """As repositories on the Hub hold them: a stream has an address for each, not its bytes."""
+    import datasets
+
+    for i, name in enumerate(("cat", "dog")):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        (tmp_path / "train" / name / "0.png").write_bytes(encode(i))
+    rows = datasets.load_dataset("imagefolder", data_dir=str(tmp_path), split="train", streaming=True)
+    stream = Stream(rows, 2, "owner/name").prepared(Preprocess(size=(8, 8)))
+    seen = {label: image for image, label, _ in stream}
+    assert all(torch.equal(seen[i].permute(1, 2, 0), torch.from_numpy(decode_image(encode(i)).copy())) for i in (0, 1))
 
 
 @pytest.mark.slow

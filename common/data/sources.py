@@ -235,7 +235,12 @@ def _read_row(rows: Any, column: str, i: int) -> np.ndarray:
 def stored_bytes(cell: dict[str, Any]) -> bytes:
     """An image in a cell of the library ``datasets``; one of a repository of image files names its file instead."""
     content: bytes | None = cell["bytes"]
-    return Path(cell["path"]).read_bytes() if content is None else content
+    if content is None:
+        import fsspec  # which huggingface_hub needs, too
+
+        with fsspec.open(cell["path"], "rb") as file:  # of a stream an address on the Hub
+            content = file.read()
+    return content
 
 
 def _read_path(path: Path) -> np.ndarray:

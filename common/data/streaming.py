@@ -26,6 +26,7 @@ from .sources import (
     load_split,
     parquet_files,
     read_labels,
+    stored_bytes,
 )
 from .splits import Split, same_classes
 
@@ -81,7 +82,7 @@ class Stream(IterableDataset, Split):
         for position, row in enumerate(self.dataset):
             index = (position * workers + me) * self.world + self.rank  # not the row's own: a stream has no numbers
             try:
-                pixels = decode_image(row[self.image]["bytes"])
+                pixels = decode_image(stored_bytes(row[self.image]))
                 label = int(read_labels([row[self.label]], self.classes, f"column {self.label!r}")[0])
             except Exception as error:
                 if self.skip_broken:
