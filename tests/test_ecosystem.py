@@ -178,6 +178,8 @@ def test_what_cannot_be_adapted_is_refused_and_left_alone() -> None:
     resnet = timm.create_model("resnet10t")
     with pytest.raises(TypeError, match="cannot adapt a ResNet: expected"):
         adapt(resnet)
+    with pytest.raises(ValueError, match="a part of a model.* adapt the whole model.* missing norm.bias"):
+        adapt(create_model("upernet_swin_micro").backbone)
     model = timm.create_model(
         "swin_tiny_patch4_window7_224", img_size=56, depths=(2, 2), num_heads=(3, 6), embed_dim=48
     )

@@ -57,7 +57,10 @@ def adapt(model: M, **options: Any) -> M:
         kept["stored_input"] = input_of_timm(model)
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     recomputes = any(getattr(module, "grad_checkpointing", False) for module in model.modules())
-    twin.load_state_dict(model.state_dict(keep_vars=True), strict=True, assign=True)
+    state = model.state_dict(keep_vars=True)
+    check_state(twin.state_dict(), state, "a part of a model, or one whose layers were replaced, cannot be adapted: "
+                "adapt the whole model, as it was built. Its state")  # fmt: skip
+    twin.load_state_dict(state, strict=True, assign=True)
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(trains[name])
     before = dict(model.named_modules())
