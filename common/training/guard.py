@@ -30,21 +30,21 @@ class FiniteGuard:
     def __init__(self, accelerator: Accelerator, directory: Path, max_skipped: int) -> None:
         self.accelerator, self.path, self.max_skipped = accelerator, directory / REPORT_NAME, max_skipped
         self.first_bad = torch.full((), NEVER, dtype=torch.long, device=accelerator.device)
-        self.total, self.parts = torch.zeros((), device=accelerator.device), 0  # the losses of one optimizer step
+        self.losses: list[Tensor] = []  # of one optimizer step
         self.batches: list[dict[str, Any]] = []  # since the last check; the indices stay on the device
         self.skipped = 0
 
     def batch(self, loss: Tensor, images: Tensor, progress: Progress) -> None:
         """Take note of a batch on its way to step ``progress.step + 1``."""
-        self.total, self.parts = self.total + loss.detach().float(), self.parts + 1
+        self.losses.append(loss.detach().float().clone())  # a graph of CUDA's writes the next one in its place
         self.batches.append({"step": progress.step + 1, "epoch": progress.epoch, "images": images,
                              "process": self.accelerator.process_index})  # fmt: skip
 
     def step(self, norm: Any, progress: Progress) -> Tensor:
         """Take note of optimizer step ``progress.step`` and of its gradient norm, if gradients are clipped; the loss of
         the step, the mean over the parts of its batch."""
-        total = self.total  # not finite if one part is not
-        loss, self.total, self.parts = total / self.parts, torch.zeros_like(total), 0
+        loss = torch.stack(self.losses).mean() if len(self.losses) > 1 else self.losses[0]  # not finite if one is not
+        self.losses = []
         if self.accelerator.optimizer_step_was_skipped:
             self.skipped += 1
             if self.skipped > self.max_skipped:
@@ -52,8 +52,7 @@ class FiniteGuard:
                            f"whatever its scale, and --max_skipped allows {self.max_skipped}")  # fmt: skip
             return loss
         self.skipped = 0
-        if isinstance(norm, Tensor):
-            total = total + _local(norm.detach()).float()
+        total = loss + _local(norm.detach()).float() if isinstance(norm, Tensor) else loss
         self.first_bad = torch.where(total.isfinite(), self.first_bad, self.first_bad.clamp(max=progress.step))
         return loss
 
