@@ -3,6 +3,7 @@
 Runs are real but short: a few steps of the micro model on digits, in their own processes.
 """
 
+import itertools
 import json
 import os
 import re
@@ -17,13 +18,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
+from tqdm.auto import tqdm
 
 from common import from_pretrained
 from common.data.splits import EpochSampler
 from common.publishing.results import command as command_of
 from common.training import reproduce
+from common.training.checkpoints import Progress
 from common.training.engine import _schedule
+from common.training.log import RunLog
 from common.training.recipe import Recipe, parse_command_line
 from swin.recipes import RECIPES
 
@@ -244,6 +249,19 @@ def test_rows_of_imagenet_have_the_learning_rates_of_the_originals(folder: str, 
         factor = _schedule(recipe, steps_per_epoch=10, total=10 * recipe.epochs)
         steps = (0, round(10 * recipe.warmup_epochs), 10 * recipe.epochs)
         assert [recipe.scaled(recipe.lr) * factor(step) for step in steps] == pytest.approx(rates)
+
+
+def test_an_evaluation_makes_no_training_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the images of the steps before it count, their seconds do not: the log shows several times the rate."""
+    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # each look at the clock takes a second
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    progress = Progress()
+    run_log = RunLog(Accelerator(), tmp_path / "log.jsonl", progress, "top1")
+    for progress.step in range(1, 5):
+        run_log.step(tqdm(disable=True), torch.zeros(()), 0.1, progress, images=10, every=2)
+        if progress.step == 3:
+            run_log.evaluation(tqdm(disable=True), {"top1": 50.0}, progress)
+    assert [row["images_per_s"] for row in log(tmp_path) if "lr" in row] == [20.0, 10.0]
 
 
 def test_sampling_depends_on_seed_and_epoch() -> None:

@@ -68,6 +68,7 @@ class RunLog:
     def evaluation(self, bar: tqdm, results: dict[str, Any], progress: Progress) -> bool:
         """Write an evaluation; True where its metric is measured, and the best so far."""
         self.seconds, self.last = self.seconds + time.perf_counter() - self.last, time.perf_counter()
+        self.images = 0  # those before it took part of that time
         self._write({"step": progress.step, "epoch": progress.epoch, **results, "seconds": round(self.seconds, 2)})
         shown = "  ".join(f"{key} {value:.2f}" for key, value in results.items() if isinstance(value, float))
         bar.write(f"epoch {progress.epoch}: {shown}") if not bar.disable else None
