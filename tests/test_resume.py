@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
@@ -21,6 +22,7 @@ from common.data.splits import Arrays, EpochSampler
 from common.training.checkpoints import latest_checkpoint, read_checkpoint, write_manifest
 from common.training.directory import acquire, release
 from common.training.engine import _batches
+from common.training.task import Classification
 
 Train = Callable[..., dict[str, Any]]
 EVERY_STEP = ("--checkpointing_steps", "1", "--checkpoints_total_limit", "9")
@@ -151,6 +153,23 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path, train_digits: Trai
         source = tmp_path / f"whole/checkpoints/step_{step:08d}"
         train_digits(tmp_path / str(step), *flags, "--resume_from_checkpoint", str(source))
         assert same(tmp_path / "whole", tmp_path / str(step)), step
+
+
+def test_processes_draw_numbers_of_their_own(tmp_path: Path, train_digits: Train,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Else drop path leaves out the same blocks for image i of every process, as if there were fewer images."""
+    drawn = []
+
+    def inputs(*_: Any) -> None:
+        drawn.append(torch.get_rng_state())
+        raise InterruptedError
+
+    monkeypatch.setattr(Classification, "inputs", inputs)
+    for process in (0, 1):
+        monkeypatch.setattr(Accelerator, "process_index", process)
+        with pytest.raises(InterruptedError):
+            train_digits(tmp_path / str(process))
+    assert not torch.equal(*drawn)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

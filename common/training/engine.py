@@ -37,6 +37,7 @@ from ..evaluation.flags import check_precision
 from ..evaluation.plots import plot_curves
 from ..evaluation.tables import format_table, write_json
 from ..models.hub import HubModel, is_hub_id
+from ..seeding import derive_seed
 from .checkpoints import Progress, latest_checkpoint, load_checkpoint, on_main, save_checkpoint
 from .directory import LOGS, TRAINED, check_directory, locked, set_aside, set_later_aside
 from .guard import FiniteGuard
@@ -93,6 +94,8 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     set_seed(recipe.seed)
     job = task(recipe, options, accelerator)
     plain = job.model
+    if accelerator.process_index:  # the same weights, but other random numbers (drop path) for other images
+        set_seed(derive_seed(recipe.seed, accelerator.process_index))
     if options.channels_last:
         plain.to(memory_format=torch.channels_last)
     images = len(job.train_split)
@@ -256,8 +259,7 @@ def _loader(job: Task, recipe: BaseRecipe, options: RunOptions, accelerator: Acc
     workers = 0 if isinstance(split, Arrays) else options.dataloader_num_workers
     settings: dict[str, Any] = {"batch_size": recipe.batch_size // ways, "drop_last": True, "num_workers": workers,
                                 "pin_memory": workers > 0 and accelerator.device.type == "cuda",
-                                "worker_init_fn": outlive_sigterm,
-                                "generator": torch.Generator()}  # fmt: skip
+                                "worker_init_fn": outlive_sigterm, "generator": torch.Generator()}  # fmt: skip
     # a generator of its own: a loader draws a number whenever it begins, and a resumed one begins once more
     if isinstance(split, Stream):
         split.shard(accelerator.process_index, accelerator.num_processes)
