@@ -263,6 +263,15 @@ def test_going_back_sets_later_checkpoints_aside(finished: Path, used: Path, tra
     assert same(used, finished)
 
 
+def test_a_run_that_is_resumed_at_its_end_logs_its_last_epoch(used: Path, train_digits: Train) -> None:
+    """Else its last measures stand at the epoch before, and in no figure or table of its whole length."""
+    before = [json.loads(line) for line in (used / "log.jsonl").read_text().splitlines()]
+    train_digits(used, *EVERY_STEP, "--resume_from_checkpoint", "latest")
+    after = [json.loads(line) for line in (used / "log.jsonl").read_text().splitlines()]
+    epochs = [[row["epoch"] for row in rows if "top1" in row] for rows in (before, after)]
+    assert epochs == [[1], [1]]
+
+
 def test_copies_by_other_names_are_left_alone(used: Path, train_digits: Train) -> None:
     """A copy that someone keeps would be deleted or, kept as the newest one, have the run delete its own."""
     root = used / "checkpoints"

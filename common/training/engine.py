@@ -224,7 +224,8 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
         progress.epoch, progress.images = progress.epoch + 1, 0
         if progress.epoch % eval_every == 0 or progress.step == total:
             results = finish_epoch()
-    results = results or finish_epoch()  # a run that was resumed at its end
+    progress.epoch += progress.images > 0  # of a run that was resumed at its end
+    results = results or finish_epoch()
     bar.close()
     job.confirm(output, results)
     broken = getattr(job.train_split, "broken", torch.zeros(0)).sum().item()
