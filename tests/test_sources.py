@@ -216,6 +216,16 @@ def test_streams_give_every_image_once_and_shuffle_by_epoch(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize("name", ["digits", "", "./missing", "/missing/folder"])
+def test_what_is_no_stream_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the embedded digits, or a folder with a typing error, cost half a minute of attempts to reach the Hub."""
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the Hub was asked"))
+    with pytest.raises(FileNotFoundError, match=f"'{name}' is no data to stream: .* or leave out --streaming"):
+        load_stream(name)
+
+
 def test_streams_of_image_files(tmp_path: Path) -> None:
     """As repositories on the Hub hold them: a stream has an address for each, not its bytes."""
     import datasets

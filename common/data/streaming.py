@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..models.hub import is_hub_id
 from .images import decode_image
 from .preprocess import Preprocess
 from .sources import (
@@ -105,7 +106,7 @@ def load_stream(name: str, skip_broken: bool = False) -> tuple[Stream, Split]:
     """The training split as a stream and the evaluation split as it is, of a Hub dataset or a parquet folder."""
     datasets = import_datasets(name)
     folder = Path(name)
-    if folder.is_dir():
+    if name and folder.is_dir():
         import pyarrow.parquet as pq
 
         files = parquet_files(folder, "train")
@@ -116,6 +117,9 @@ def load_stream(name: str, skip_broken: bool = False) -> tuple[Stream, Split]:
         count = sum(pq.read_metadata(file).num_rows for file in files)
         stream = Stream(train, count, name, skip_broken)
         return same_classes(stream, load_split(folder, EVALUATION_SPLITS, skip_broken), name)
+    if not is_hub_id(name):  # the Hub would be asked for it, again and again
+        raise FileNotFoundError(f"{name!r} is no data to stream: give a folder of parquet files, or a Hub id "
+                                "'owner/name', or leave out --streaming")  # fmt: skip
     repository, _, revision = name.partition("@")
     train = datasets.load_dataset(repository, revision=revision or None, split="train", streaming=True)
     known = KNOWN.get(repository, (None,))[0]
