@@ -67,6 +67,18 @@ def test_scenes_have_a_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_crop_without_room_is_refused_before_training(tmp_path: Path) -> None:
+    """Else S-Cons, under a crop as large as the image, ends a run at its first evaluation: epochs are lost."""
+    data = str(make_folder(tmp_path, side=100, count=2))
+    recipe = replace(RECIPES["photographs"], data=data, model="a_swin_micro", resize=32, mixup=0, cutmix=0)
+    with pytest.raises(ValueError, match=r"leave no room to shift around the crop \(32, 32\): .*--no-crop"):
+        Classification(recipe, RunOptions(), Accelerator(cpu=True))
+    with pytest.raises(ValueError, match="a shift of 9 px exceeds the margin of 4 px"):
+        Classification(replace(recipe, resize=40, metrics=("s_cons@9",)), RunOptions(), Accelerator(cpu=True))
+    Classification(replace(recipe, crop=False), RunOptions(), Accelerator(cpu=True))
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_the_recipe_of_digits_warns(tmp_path: Path, train_digits: Callable[..., dict[str, Any]]) -> None:
     data = str(make_folder(tmp_path / "data", side=100, count=2))
     with pytest.warns(
@@ -83,4 +95,5 @@ def test_the_recipe_of_digits_warns(tmp_path: Path, train_digits: Callable[..., 
     assert misfit(photograph, (224, 224), small) == ""
     # a small model, for a laptop: of 256 x 256 pixels, it would learn from 32 x 32 in the middle
     assert "the model sees 32x32 at the centre. For the whole image: --resize 32" in misfit(photograph, (32, 32), small)
+    assert misfit(photograph, (32, 32), small).endswith("--resize 32 --no-crop")
     assert misfit(replace(photograph, resize=32), (32, 32), small) == ""

@@ -6,7 +6,7 @@ Every function takes ``(model, data)``: ``model`` is any callable from images (B
 batches. Image i of the data gets the same shifts in every call with the same seed, however the data are batched.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from ..seeding import derive_seed
 from ..shifts import circular_shift, random_shifts, shift_and_crop, standard_shift
 
 __all__ = ["IGNORE_INDEX", "c_cons", "circular_agreement", "circular_pixel_agreement", "confusion_matrix", "highest",
-           "mascc", "massc", "mean_iou", "miou", "predict", "predict_pixels", "refuse_nan", "s_cons",
-           "same_labels", "standard_agreement", "standard_pixel_agreement", "top1", "worst_agreement",
+           "mascc", "massc", "mean_iou", "miou", "predict", "predict_pixels", "refuse_nan", "room_to_shift",
+           "s_cons", "same_labels", "standard_agreement", "standard_pixel_agreement", "top1", "worst_agreement",
            "worst_pixel_agreement"]  # fmt: skip
 
 IGNORE_INDEX = 255
@@ -156,7 +156,7 @@ def circular_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift
 def standard_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift: int | None, seed: int,
                        crop: tuple[int, int] | None = None) -> Tensor:  # fmt: skip
     """(B,) bool: whether image ``index[i]`` gets one label under two standard shifts."""
-    room = _room(images, max_shift, crop)
+    room = room_to_shift(images.shape[-2:], max_shift, crop)
     labels = []
     for which in (1, 2):
         shift = random_shifts(index, (-room[0], -room[1]), (room[0], room[1]), seed, which)
@@ -171,14 +171,13 @@ def worst_agreement(model: Model, images: Tensor, reach: int) -> Tensor:
     return same_labels(*(predict(model, images.roll(shift, (-2, -1))) for shift in shifts))
 
 
-def _room(images: Tensor, max_shift: int | None, crop: tuple[int, int] | None) -> tuple[int, int]:
-    """How far a standard shift may go, per axis."""
-    sides = images.shape[-2:]
+def room_to_shift(sides: Sequence[int], max_shift: int | None, crop: tuple[int, int] | None) -> tuple[int, int]:
+    """How far a standard shift of images with these sides may go, per axis."""
     room = [side // 8 if crop is None else (side - crop[axis]) // 2 for axis, side in enumerate(sides)]
     if max_shift is None and min(room) < 1:
         raise ValueError(f"images of {tuple(sides)} leave no room to shift"
-                         + (f" around the crop {crop}: resize larger" if crop else ": use images of 8 px or more, or "
-                            "give max_shift"))  # fmt: skip
+                         + (f" around the crop {crop}: resize larger, or leave the crop out (--no-crop)" if crop else
+                            ": use images of 8 px or more, or give max_shift"))  # fmt: skip
     if max_shift is None:
         return room[0], room[1]
     if crop is not None and max_shift > min(room):
@@ -228,7 +227,7 @@ def standard_pixel_agreement(model: Model, images: Tensor, index: Tensor, *, max
                              crop: tuple[int, int] | None = None) -> Tensor:  # fmt: skip
     """(B,) shares, float64, of pixels of image ``index[i]`` with one label, among those that both of two standard
     shifts show."""
-    room = _room(images, max_shift, crop)
+    room = room_to_shift(images.shape[-2:], max_shift, crop)
     height, width = crop or images.shape[-2:]
     if 2 * room[0] >= height or 2 * room[1] >= width:
         raise ValueError(f"two shifts of up to {max(room)} px may share no pixel of {height}x{width}: shift less than "

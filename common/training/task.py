@@ -18,6 +18,7 @@ from ..data.sources import load_data
 from ..data.splits import Split, check_rows, shown
 from ..data.streaming import load_stream
 from ..evaluation.evaluate import evaluate, parse_metric
+from ..evaluation.metrics import room_to_shift
 from ..models.classifier import Classifier
 from ..models.hub import CONFIG_NAME, WEIGHTS_NAME, HubModel, read_config, resolve_file
 from ..models.registry import create_model
@@ -107,7 +108,7 @@ def misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split) -> str:
     resize = getattr(recipe, "resize", None)
     if isinstance(resize, int) and resize >= 2 * max(size):  # scenes have a range of sizes
         return (f"they are resized to {resize}x{resize}, and the model sees {size[0]}x{size[1]} at the centre. For the "
-                f"whole image: --resize {max(size)}")  # fmt: skip
+                f"whole image: --resize {max(size)}{' --no-crop' * getattr(recipe, 'crop', False)}")  # fmt: skip
     side = sorted(min(image.shape[:2]) for image in images)[len(images) // 2]
     if side >= 3 * max(size):
         return f"they have {side} px and more, of which the model sees {size[0]}x{size[1]}. {advice}"
@@ -146,6 +147,9 @@ class Classification(Task[Recipe]):
         augment = RandAugment.read(recipe.rand_augment, recipe.mean, options.compile) if recipe.rand_augment else None
         self.preprocess = Preprocess(size=self.model.img_size, rand_augment=augment,
                                      **{key: getattr(recipe, key) for key in keys})  # fmt: skip
+        for kind, reach, *_ in map(parse_metric, recipe.metrics if recipe.crop else ()):
+            if kind == "s_cons":  # now: else a run without room ends at its first evaluation
+                room_to_shift(self.preprocess.canvas_size, reach, self.preprocess.size)
         self.model.set_input(**{key: getattr(self.preprocess, key) for key in self.preprocess.STORED})
         self.model.name_classes(train.classes)
         self.train_split = train.prepared(self.preprocess, seed=recipe.seed).to(accelerator.device)
