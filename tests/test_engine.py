@@ -303,6 +303,20 @@ def test_reproduce_and_evaluate_from_the_command_line(tmp_path: Path, call: Call
     assert measured["c_cons"] == measured["c_cons_worst@2"] == 100.0
 
 
+def test_rows_of_other_arguments_and_named_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """Else a row takes the place of one with arguments of its own, and one named twice counts as two trainings."""
+    monkeypatch.setattr(reproduce, "train", lambda name, recipe, *_: {"top1": float(recipe.seed)})
+    command = ["--scale", "smoke", "--output_dir", str(tmp_path), "--rows", "cifar10", "cifar10"]
+    for more in (["--model_args", "sketch=16"], [], [], ["--seeds", "0", "1"]):
+        reproduce.main(RECIPES, "", command + more)
+    rows = json.loads((tmp_path / "smoke.json").read_text())
+    assert [(row.get("sketch"), row["seed"]) for row in rows] == [(16, 0), (None, 0), (None, 1)]
+    last = capsys.readouterr().out.splitlines()[-2]
+    assert "0.50 ± 0.71" in last
+    assert "2 seeds" in last
+
+
 @pytest.mark.slow
 def test_rows_of_imagenet_and_plugged_in_anchors_run(tmp_path: Path, call: Callable[..., None]) -> None:
     """RandAugment, mixup, cutmix and erasing together; and the row that starts from another row's weights."""

@@ -78,8 +78,8 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
 
     smoke = args.scale == "smoke"
     table: list[dict[str, Any]] = []
-    seeds = list(dict.fromkeys(args.seeds))  # one named twice is no second one
-    for name, seed in product(args.rows, seeds):
+    names, seeds = (list(dict.fromkeys(each)) for each in (args.rows, args.seeds))  # one named twice is no second one
+    for name, seed in product(names, seeds):
         recipe, output = rescale(recipes[name], args.scale), directory(name, seed)
         recipe = replace(recipe, model_args={**recipe.model_args, **model_args}, seed=seed)
         expected = None if smoke else known.get(recipe.data)
@@ -103,7 +103,7 @@ def main(recipes: Mapping[str, R], description: str, arguments: Sequence[str] | 
         for metric in dict.fromkeys(metric for other in rows for metric in recipes[other].target):
             row |= {f"{metric} paper": recipe.target.get(metric, "-"), f"{metric} ours": results.get(metric)}
         table.append(row)
-        _add(args.output_dir / f"{args.scale}.json", row, ("row", "model", "seed", *model_args))
+        _add(args.output_dir / f"{args.scale}.json", row)
     print(format_table(table if len(seeds) < 2 else _means(table)))
     print(f"all rows of this scale: {args.output_dir / args.scale}.json")
     return table
@@ -121,11 +121,16 @@ def _means(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _add(path: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
-    """Write a row into a JSON of rows, in place of one with the same ``keys``: all folders share the file."""
+def _add(path: Path, row: dict[str, Any]) -> None:
+    """Write a row into a JSON of rows, in place of one of the same model, seed and arguments: all folders share the
+    file."""
+
+    def key(row: dict[str, Any]) -> dict[str, Any]:
+        told = {name for name in row if name.endswith((" paper", " ours"))} | {"epochs", "steps"}
+        return json.loads(json.dumps({name: value for name, value in row.items() if name not in told}))
+
     rows = json.loads(path.read_text()) if path.exists() else []
-    others = [other for other in rows if [other.get(key) for key in keys] != [row[key] for key in keys]]
-    write_json(path, [*others, row])
+    write_json(path, [*(other for other in rows if key(other) != key(row)), row])
 
 
 def _finished(directory: Path, recipe: BaseRecipe, precision: str | None) -> dict[str, Any] | None:
