@@ -83,7 +83,7 @@ class Study(Classification):
             half = len(moved) // 2
             watched["moved_early"], watched["moved_late"] = (100 * statistics.mean(part) if part else None
                                                              for part in (moved[:half], moved[half:]))  # fmt: skip
-            with self.accelerator.autocast():
+            with torch.autocast(self.accelerator.device.type, torch.bfloat16):  # whatever it was trained in
                 low, _ = self.look(model, WATCHED)
             watched |= gaps(self.look(model, WATCHED)[0], "float32") | gaps(low, "bf16")
         results = super().evaluate(model)
@@ -138,7 +138,7 @@ def run(family: str, variant: str, seed: int, args: argparse.Namespace) -> None:
     if "stopped_at" in results:  # by a signal, which is meant for all runs
         raise KeyboardInterrupt
     write_json(args.output_dir / f"{name_of(family, variant, seed)}.json",
-               {"family": family, "variant": variant, "seed": seed, **results})  # fmt: skip
+               {"family": family, "variant": variant, "seed": seed, "limit": args.limit, **results})  # fmt: skip
 
 
 def name_of(family: str, variant: str, seed: int) -> str:
@@ -165,17 +165,17 @@ def work(queue: Any, args: argparse.Namespace, until: float) -> None:
             torch.compiler.reset()
 
 
-def finished(path: Path, epochs: int) -> bool:
-    """Whether this is the result of a run of so many epochs."""
+def finished(path: Path, asked: dict[str, Any]) -> bool:
+    """Whether this is the result of a run as it is asked for: of so many epochs and images, in this precision."""
     result = json.loads(path.read_text()) if path.exists() else {}
-    return "variant" in result and result["epochs"] == epochs
+    return "variant" in result and all(result.get(key) == value for key, value in asked.items())
 
 
-def summary(directory: Path, epochs: int) -> list[dict[str, Any]]:
-    """A row per family and variant, of runs of so many epochs: means over seeds, and the deviation of top-1."""
+def summary(directory: Path, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row per family and variant, of runs as they are asked for: means over seeds, and the deviation of top-1."""
     groups = defaultdict(list)
     for path in sorted(directory.glob("*.json")):
-        if finished(path, epochs):
+        if finished(path, asked):
             result = json.loads(path.read_text())
             groups[result["family"], result["variant"]].append(result)
     rows = []
@@ -227,30 +227,34 @@ def main() -> None:
     if not args.summary:
         load_data(args.data)  # now: else every run fails, in a log of its own
     context = mp.get_context("spawn")
-    queue, left = context.Queue(), 0
+    queue, missing = context.Queue(), list[Path]()
+    asked = {"epochs": args.epochs, "limit": args.limit, "precision": args.mixed_precision}
     for variant in args.variants:
         for family in args.families:
             paths = {seed: args.output_dir / f"{name_of(family, variant, seed)}.json" for seed in args.seeds}
-            seeds = [seed for seed, path in paths.items() if not finished(path, args.epochs)]
-            if seeds:
+            seeds = [seed for seed, path in paths.items() if not finished(path, asked)]
+            if seeds and not args.summary:
                 queue.put((family, variant, seeds))
-                left += len(seeds)
+                missing += [paths[seed] for seed in seeds]
     until = time.time() + args.budget
-    workers = [context.Process(target=work, args=(queue, args, until)) for _ in range(min(args.jobs, max(left, 1)))]
-    for worker in [] if args.summary else workers:
+    workers = [context.Process(target=work, args=(queue, args, until)) for _ in range(min(args.jobs, len(missing)))]
+    for worker in workers:
         worker.start()
-    have = len(list(args.output_dir.glob("*.json")))
-    with tqdm(total=left, unit="run") as bar:
-        while any(worker.is_alive() for worker in workers if worker.pid):
+    with tqdm(total=len(missing), unit="run") as bar:
+        while any(worker.is_alive() for worker in workers):
             time.sleep(1)
-            bar.update(len(list(args.output_dir.glob("*.json"))) - have - bar.n)
-    rows = summary(args.output_dir, args.epochs)
+            bar.update(sum(finished(path, asked) for path in missing) - bar.n)
+    rows = summary(args.output_dir, asked)
     print(format_table(rows))
     if args.json:
         write_json(
             args.json,
             {"recipe": RECIPE.settings() | {"epochs": args.epochs, "warmup_epochs": args.epochs / 8}, "rows": rows},
         )
+    failed = [path.stem for path in missing if not finished(path, asked)]
+    if failed and time.time() < until:
+        raise ValueError(f"{len(failed)} of {len(missing)} runs left no result, such as {failed[0]}: their errors are "
+                         f"in {args.output_dir}/worker-*.log")  # fmt: skip
 
 
 if __name__ == "__main__":

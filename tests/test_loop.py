@@ -344,7 +344,7 @@ def test_a_signal_ends_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         study["run"]("swin", "default", 0, args)
     assert not list(tmp_path.glob("*.json"))
     assert options[0].overwrite_output_dir  # the checkpoint that it wrote is not in the way
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps({"variant": "default", "epochs": 2}))
-    assert study["finished"](path, 2)
-    assert not study["finished"](path, 12)  # nor averaged with runs of another length
+    (path := tmp_path / "run.json").write_text(json.dumps({"variant": "default", "epochs": 2}))
+    assert study["finished"](path, {"epochs": 2, "limit": None})
+    for other in ({"epochs": 12}, {"epochs": 2, "limit": 64}):  # nor averaged with runs of another length
+        assert not study["finished"](path, other)

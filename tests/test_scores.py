@@ -2,9 +2,14 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +91,29 @@ def test_the_strongest_patch_decides_a_peak() -> None:
     x = torch.rand(8, 16, 16, 3, dtype=torch.float64)
     x[:, 5:7, 9:11] = 4.0
     assert WindowAnchor(score="peak").offset(x, (2, 2)).tolist() == [[1, 1]] * 8
+
+
+def test_runs_of_a_study_that_fail_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a study of which every run failed ends with an empty table, and as if all were well."""
+    study = runpy.run_path(str(ROOT / "scripts" / "score_study.py"))
+    started: list[tuple[Any, ...]] = []
+    process = SimpleNamespace(start=lambda: None, is_alive=lambda: False, pid=1)
+    context = SimpleNamespace(Queue=Queue, Process=lambda target, args: started.append(args) or process)
+    monkeypatch.setattr(study["mp"], "get_context", lambda _: context)
+    command = ["score_study.py", "--data", "digits", "--families", "swin", "--variants", "fixed", "--output_dir"]
+    monkeypatch.setattr(sys, "argv", [*command, str(tmp_path), "--mixed_precision", "no", "--limit", "8"])
+    with pytest.raises(ValueError, match="3 of 3 runs left no result, such as swin-fixed-0: their errors are in .*log"):
+        study["main"]()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--budget", "0"])
+    study["main"]()  # no time was given
+    assert len(started) == 6
+
+
+def test_gaps_in_bf16_are_of_bf16(tmp_path: Path, train_digits: Callable[..., dict[str, Any]]) -> None:
+    """Else the study of a training in float32 or fp16 shows the gaps of that precision under the name of another."""
+    study = runpy.run_path(str(ROOT / "scripts" / "score_study.py"))["Study"]
+    found = train_digits(tmp_path, "--model", "a_swin_micro", "--steps", "1", "--metrics", "top1", "c_cons", task=study)
+    assert found["gap_bf16"] != found["gap_float32"]
 
 
 @pytest.mark.slow
