@@ -95,11 +95,12 @@ class Run:
                 part.replace(self.directory / part.name.replace(".part", ""))
 
     def start(self, state: str, command: Sequence[str]) -> None:
-        self.state = state
+        """Run a script with flags, where this one runs: paths among the flags mean the same."""
+        self.state, (script, *flags) = state, command
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / OUTPUT).open("ab") as log:
-            self.process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-                                            stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+            self.process = subprocess.Popen([sys.executable, str(ROOT / script), *flags], stdin=subprocess.DEVNULL,
+                                            stdout=log, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
 
     def stop(self) -> None:
         """Have it write its checkpoint and end; a measurement ends at once."""

@@ -15,6 +15,7 @@ import json, pathlib, signal, sys, time
 flags = sys.argv[1:]
 out = pathlib.Path(flags[flags.index("--output_dir") + 1])
 notes = out.parent / "notes.txt"
+(out.parent / "folders.txt").open("a").write(f"{pathlib.Path.cwd()}\\n")
 notes.open("a").write(f"{out.name} {' '.join(flags)}\\n")
 def stop(*_):
     (out / "checkpoints" / "step_1").mkdir(parents=True)
@@ -36,6 +37,7 @@ import pathlib, sys
 flags = sys.argv[1:]
 target = pathlib.Path(flags[flags.index("--json") + 1])
 assert (target.parent / "results.json").exists()
+(target.parent.parent / "folders.txt").open("a").write(f"{pathlib.Path.cwd()}\\n")
 (target.parent.parent / "order.txt").open("a").write(f"{target.parent.name} is measured\\n")
 (target.parent.parent / "measured.txt").open("a").write(f"{' '.join(flags)}\\n")
 target.write_text("{}")
@@ -94,6 +96,14 @@ def test_a_run_that_was_trained_with_other_flags_is_told(script: SimpleNamespace
     run(script, "swin/a", "--epochs", "2")
     with pytest.warns(UserWarning, match="trained with --data digits --epochs 2 and is not trained again with .* 50"):
         run(script, "swin/a", "--epochs", "50")
+
+
+def test_paths_are_those_of_the_caller(script: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else data and weights named by a path are not found, or are others, unless one stands in the project's folder."""
+    monkeypatch.chdir(script.output.parent)
+    run(script, "swin/a --pretrained weights", "--battery")
+    folders = (script.output / "folders.txt").read_text().splitlines()
+    assert folders == 2 * [str(script.output.parent)]
 
 
 def test_jobs_take_turns_and_trainings_come_first(script: SimpleNamespace) -> None:
