@@ -252,6 +252,19 @@ def test_a_new_run_does_not_begin_over_another(
     assert (used / "checkpoints.old-2").is_dir()
 
 
+def test_a_run_that_goes_on_elsewhere_leaves_what_is_there(finished: Path, used: Path, train_digits: Train) -> None:
+    """Else it deletes checkpoints and models of the run that was there, and its log begins with that one's rows."""
+    log = (used / "log.jsonl").read_text().replace('"seed": 0', '"seed": 5')
+    (used / "log.jsonl").write_text(log)
+    train_digits(used, "--checkpointing_steps", "1", "--checkpoints_total_limit", "1", "--overwrite_output_dir",
+                 "--resume_from_checkpoint", str(finished / "checkpoints/step_00000002"))  # fmt: skip
+    assert steps(used) == [4]
+    assert len([*(used / "checkpoints.old-1").glob("step_*")]) == 4
+    assert (used / "log.jsonl.old-1").read_text() == log
+    assert [json.loads(line)["step"] for line in (used / "log.jsonl").read_text().splitlines()] == [3, 4, 4, 4]
+    assert {path.name for path in used.glob("*.old-1")} >= {"best.old-1", "model.safetensors.old-1"}
+
+
 def test_going_back_sets_later_checkpoints_aside(finished: Path, used: Path, train_digits: Train) -> None:
     """With one to keep, the new checkpoint would go and the abandoned one stay."""
     train_digits(used, "--checkpointing_steps", "1", "--checkpoints_total_limit", "1", "--resume_from_checkpoint",

@@ -21,8 +21,9 @@ TRAINED = ("best", "config.json", "model.safetensors", "preprocessor_config.json
 """What a run writes once it has measured something."""
 
 
-def check_directory(output: Path, resume: str | None, overwrite: bool) -> None:
-    """Refuse to begin where checkpoints of another run are, unless they are to be set aside."""
+def check_directory(output: Path, resume: str | None, overwrite: bool) -> bool:
+    """Refuse to begin where checkpoints of another run are, unless they are to be set aside. Whether the run that goes
+    on, if one does, is the one that is there."""
     root = output / "checkpoints"
     own = bool(resume) and (resume == "latest" or Path(str(resume)).resolve().parent == root.resolve())
     found = [path.name for path in checkpoints_in(root)]
@@ -33,6 +34,7 @@ def check_directory(output: Path, resume: str | None, overwrite: bool) -> None:
         raise ValueError(f"{output} holds the checkpoints of a run ({found[0]} to {found[-1]}): go on with it by "
                          "--resume_from_checkpoint latest, set it aside by --overwrite_output_dir, or choose another "
                          "--output_dir")  # fmt: skip
+    return own
 
 
 def set_aside(output: Path, files: Sequence[str] = LOGS + TRAINED, number: int = 0) -> int:

@@ -90,7 +90,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     if accelerator.device.type == "cpu" and options.cpu_threads:
         torch.set_num_threads(options.cpu_threads)
     resume, overwrite = options.resume_from_checkpoint, options.overwrite_output_dir
-    on_main(accelerator, lambda: check_directory(output, resume, overwrite))
+    own = on_main(accelerator, lambda: check_directory(output, resume, overwrite))
     set_seed(recipe.seed)
     job = task(recipe, options, accelerator)
     plain = job.model
@@ -117,7 +117,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     identity = {"recipe": recipe.settings(), "model": plain.config, "images": images}
     progress = _resume(accelerator, resume, output, identity) if resume else Progress()
     earlier = 0  # the number under which an earlier run is set aside; its model not before this one has its own
-    if not progress.step:  # only now: model and data are what they should be
+    if not (own and progress.step):  # only now: model and data are what they should be
         earlier = on_main(accelerator, lambda: set_aside(output, LOGS + TRAINED if overwrite else LOGS))
     progress.check(recipe.batch_size, steps_per_epoch)
     on_main(accelerator, lambda: set_later_aside(output, progress.step) if resume else None)
