@@ -52,7 +52,7 @@ class Segmentation(Task[SegmentationRecipe]):
             raise ValueError(f"--max_class_share {recipe.max_class_share:g} is not a share: give 0.75 for 75 %")
         if recipe.ratio_range is not None and recipe.ratio_range[0] > recipe.ratio_range[1]:
             raise ValueError(f"--ratio_range {recipe.ratio_range} runs downwards: give the lower end first")
-        together = accelerator.num_processes * options.gradient_accumulation_steps
+        together = accelerator.num_processes * accelerator.gradient_accumulation_steps
         if recipe.batch_size < 2 * together and not self.batches_are_joined():
             raise ValueError(f"--batch_size {recipe.batch_size} in {together} parts leaves one scene in a part: batch "
                              "norm needs two in each part")  # fmt: skip

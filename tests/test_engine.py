@@ -190,6 +190,16 @@ def test_gradient_accumulation_is_a_larger_batch(reference: Path, tmp_path: Path
     assert ours == pytest.approx([row["loss"] for row in log(reference) if "loss" in row], abs=1e-5)
 
 
+def test_accumulation_that_accelerate_is_told_of(tmp_path: Path, train_digits: Callable[..., dict],
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Its variable goes before the flag: else batches are larger than asked for, and epochs more, without a word."""
+    train_digits(tmp_path / "flag", "--gradient_accumulation_steps", "2")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    train_digits(tmp_path / "variable")
+    ours, theirs = ([row["loss"] for row in log(tmp_path / name) if "lr" in row] for name in ("variable", "flag"))
+    assert ours == theirs
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, call: Callable[..., None],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setenv("SHIFTVIT_TRACEBACK", "1")

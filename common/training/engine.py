@@ -172,7 +172,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     guard, written = FiniteGuard(accelerator, output, options.max_skipped), [model, *([ema.module] if ema else [])]
     stop, saved, epoch_clock = _StopSignal(), Clock(), Clock()
     eval_every = options.eval_every or math.ceil(epochs / 10)
-    images_per_batch = recipe.batch_size // options.gradient_accumulation_steps  # of the loader, over all processes
+    images_per_batch = recipe.batch_size // accelerator.gradient_accumulation_steps  # over all processes
     every = max(1, min(50, total // 200))
     bar = tqdm(total=total, initial=progress.step, unit="step", disable=not accelerator.is_main_process)
     results: dict[str, Any] = {}
@@ -248,7 +248,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
 
 def _loader(job: Task, recipe: BaseRecipe, options: RunOptions, accelerator: Accelerator) -> tuple[DataLoader, int]:
     """The loader of one process (to be prepared, unless it streams) and the optimizer steps of an epoch."""
-    ways = accelerator.num_processes * options.gradient_accumulation_steps
+    ways = accelerator.num_processes * accelerator.gradient_accumulation_steps
     if recipe.batch_size % ways:
         raise ValueError(f"batch_size {recipe.batch_size} does not divide into {ways} parts (processes x accumulation "
                          f"steps): use a multiple of {ways}")  # fmt: skip
