@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from PIL import Image
 from safetensors.torch import load_file
@@ -128,6 +129,17 @@ def test_large_images_train_resume_and_skip_what_is_broken(tmp_path: Path) -> No
     _, resumed = run(tmp_path / "resumed", *flags, "--resume_from_checkpoint",
                      str(tmp_path / "whole/checkpoints/step_00000003"))  # fmt: skip
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_any_process_could_not_read_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """Else a run on eight processes tells of an eighth of the images that were left out in an epoch."""
+    write_tree(tmp_path / "data", broken=True)
+    elsewhere = torch.arange(24) == 5  # what another process met
+    monkeypatch.setattr(Accelerator, "reduce", lambda _, x, *__: (x + elsewhere) / 2 if x.ndim else x)
+    run(tmp_path / "run", "--data", str(tmp_path / "data"), "--batch_size", "24", "--skip_broken", "--steps", "1")
+    assert "2 training images could not be read and were left out" in capsys.readouterr().out
 
 
 def test_streams_train(tmp_path: Path) -> None:

@@ -228,8 +228,8 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     results = results or finish_epoch()
     bar.close()
     job.confirm(output, results)
-    broken = getattr(job.train_split, "broken", torch.zeros(0)).sum().item()
-    if broken:
+    met = getattr(job.train_split, "broken", torch.zeros(1)).to(accelerator.device, torch.float32)  # by this process
+    if broken := accelerator.reduce(met).count_nonzero().item():
         accelerator.print(f"{broken:,} training images could not be read and were left out")
     results = {"model": recipe.model, **results, "parameters": parameters, "recipe": name, "epochs": epochs,
                "precision": accelerator.mixed_precision, "processes": accelerator.num_processes,
