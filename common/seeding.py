@@ -2,15 +2,16 @@
 that it does not depend on batch size, number of processes, workers, or where a run was interrupted."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["constants", "derive_seed", "hashed_uniform", "seeded"]
+__all__ = ["constants", "derive_seed", "drawn", "hashed_uniform", "seeded"]
 
 GAMMA = 0x9E3779B97F4A7C15  # of splitmix64: 2^64 over the golden ratio
 
@@ -21,6 +22,13 @@ def constants(values: tuple[float, ...], device: torch.device, dtype: torch.dtyp
     and in a training loop the GPU then waits for the next step."""
     with torch.inference_mode(False):
         return torch.tensor(values, device=device, dtype=dtype)
+
+
+def drawn(draw: Callable[..., Tensor], *args: Any, times: int = 1, **kwargs: Any) -> list[Tensor]:
+    """The first random numbers that a function of torch draws after a fixed seed, the same on every default device: a
+    generator of the CPU draws for no other."""
+    generator, device = torch.Generator("cpu").manual_seed(2024), torch.get_default_device()
+    return [draw(*args, generator=generator, device="cpu", **kwargs).to(device) for _ in range(times)]
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from conftest import ROOT, randomize
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from common import adapt, create_model, from_pretrained, list_models
 from common.models.hub import CONFIG_NAME, PREPROCESSOR_NAME
@@ -245,6 +246,40 @@ def test_a_model_built_without_memory_has_its_tables(name: str) -> None:
     empty.to_empty(device="cpu").load_state_dict(model.state_dict())
     x = torch.randn(1, 3, *model.img_size)
     assert torch.equal(empty(x), model(x))
+
+
+def test_a_model_built_in_double_precision_is_the_same_model() -> None:
+    """Else its anchors look at other combinations of outputs, and weights from a file give other logits."""
+    model, x = randomize(create_model("a_swin_micro", sketch=4)).double().eval(), torch.randn(2, 3, 32, 32).double()
+    torch.set_default_dtype(torch.float64)
+    try:
+        double = create_model("a_swin_micro", sketch=4).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    double.load_state_dict(model.state_dict())
+    assert torch.allclose(double(x), model(x), rtol=1e-6)
+
+
+class Strict(TorchFunctionMode):
+    """Random numbers as GPUs have them: a generator draws for its own kind of device alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        generator = (kwargs or {}).get("generator")
+        result = func(*args, **kwargs or {})
+        if generator is not None and isinstance(result, Tensor) and result.device.type != generator.device.type:
+            raise RuntimeError(f"Expected a '{result.device.type}' device type for generator")
+        return result
+
+
+def test_a_model_is_built_on_the_default_device() -> None:
+    """Else ``with torch.device("cuda")`` raises an error, and with it ``torch.compile`` on a card not tuned for."""
+    with torch.device("meta"), Strict():
+        model = create_model("a_swin_micro", sketch=4)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    theirs = timm.create_model("swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=24, depths=(1, 1),
+                               num_heads=(1, 2))  # fmt: skip
+    with torch.device("meta"), Strict():
+        assert adapt(theirs).adaptive
 
 
 def test_arguments_of_a_wrong_kind_are_refused_by_name() -> None:

@@ -32,6 +32,7 @@ from ..grid import Grid
 from ..ops.canonical import canonical_place
 from ..ops.energy import image_needs
 from ..ops.roll import roll
+from ..seeding import drawn
 from .identity import NoAnchor
 
 __all__ = ["Canonical"]
@@ -51,9 +52,8 @@ class Canonical(nn.Module):
         super().__init__()
         if not 0 < max_side <= LIMIT:
             raise ValueError(f"the canonical anchor is exact up to {LIMIT} pixels per side, got max_side={max_side}")
-        generator = torch.Generator().manual_seed(2024)
         # y, z: all different, so that two equal objects at any distance are told apart; positive, so that few cancel
-        kernel = torch.stack([torch.randperm(2**15, generator=generator)[:max_side] + 1 for _ in range(2)]).int()
+        kernel = torch.stack([numbers[:max_side] + 1 for numbers in drawn(torch.randperm, 2**15, times=2)]).int()
         self.register_buffer("kernel", kernel, persistent=False)  # integers: .half() leaves them alone
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..ops.weights import product
+from ..seeding import drawn
 from .identity import NoAnchor
 from .scores import find_score
 
@@ -32,7 +33,7 @@ class Fixed(NoAnchor):
         self.register_buffer("window_weights", uneven.float(), persistent=False)
         self.register_buffer("zeros", torch.zeros(64), persistent=False)
         if self.sketch:
-            directions = torch.randn(sketch, 4096, generator=torch.Generator().manual_seed(2024))
+            (directions,) = drawn(torch.randn, sketch, 4096, dtype=torch.float32)
             self.register_buffer("directions", directions, persistent=False)
 
     def combined(self, weight: Tensor) -> Tensor:

@@ -44,8 +44,10 @@ def adapt(model: M, **options: Any) -> M:
         config |= {"padding_mode": None} if config.get("padding_mode") == "zeros" else {}
         config |= {"canonical": model.canonical} if "canonical" in config else {}  # may be switched on a built model
     else:
-        cls, config = _of_timm(model)
-    twin = cls(**{**config, "adaptive": True, **options})
+        with torch.device("cpu"):  # where it is compared, with random numbers of the CPU
+            cls, config = _of_timm(model)
+    with torch.device("cpu"):  # not where the default is
+        twin = cls(**{**config, "adaptive": True, **options})
     like = next(model.parameters())
     twin.to(device=like.device, dtype=like.dtype)
     kept = {key: getattr(model, key) for key in KEPT if hasattr(model, key)}
