@@ -4,6 +4,8 @@ import pytest
 import torch
 from conftest import ALL_PHASES, LARGE_SHIFTS, Uninitialised, awkward_images, randomize
 from torch import Tensor
+from torch.func import grad, jvp, vjp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import create_model, kernels, list_models
 from common.evaluation.equivariance import anchored, assert_shift_equivariant, shift_error
@@ -182,6 +184,18 @@ def test_gradients_move_with_the_image(name: str) -> None:
         gradients.append((images.grad, [p.grad for p in model.parameters()]))
     assert torch.equal(roll(gradients[0][0], offset), gradients[1][0])
     assert all(torch.equal(a, b) for a, b in zip(gradients[0][1], gradients[1][1], strict=True))
+
+
+@pytest.mark.parametrize("name", ADAPTIVE_MICRO)
+def test_second_derivatives_forwards(name: str) -> None:
+    """Curvature as torch.func has it, with ``jvp`` of ``grad``: an error otherwise, also of default models."""
+    model = randomize(create_model(name)).eval().requires_grad_(False)
+    x, along = torch.randn(2, 1, 3, 32, 32)
+    with sdpa_kernel(SDPBackend.MATH):
+        slope = grad(lambda image: model(image).square().sum())
+        _, forwards = jvp(slope, (x,), (along,))
+        _, back = vjp(slope, x)
+        assert torch.allclose(forwards, *back(along), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow

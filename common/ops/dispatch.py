@@ -14,11 +14,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..kernels import base, cards
 from ..kernels.base import KernelError, product_dtype, report
 
-__all__ = ["failed", "gradients", "op", "product_dtype", "reference", "rehearse", "traced", "usable", "watched"]
+__all__ = ["failed", "forwards", "gradients", "op", "product_dtype", "reference", "rehearse", "traced", "usable",
+           "watched"]  # fmt: skip
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,6 +85,12 @@ def traced() -> bool:
 @torch.compiler.assume_constant_result
 def _rehearsing() -> bool:
     return _REHEARSING
+
+
+def forwards() -> bool:
+    """Whether derivatives are taken forwards, as by ``torch.func.jvp``, which functions with a backward of their own
+    cannot. A compiler traces only what takes none, and has nothing to check then."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
 def failed() -> set[str]:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import kernels
-from .dispatch import op
+from .dispatch import forwards, op
 
 __all__ = ["gelu"]
 
@@ -34,5 +34,5 @@ class _Gelu(torch.autograd.Function):
 @op(kernel=kernels.gelu, fits=kernels.fits_gelu_kernel)
 def gelu(x: Tensor) -> Tensor:
     """GELU. The kernel differs by less than is rounded off."""
-    learns = x.requires_grad and x.device.type == "cpu" and x.dtype == torch.float32
+    learns = x.requires_grad and x.device.type == "cpu" and x.dtype == torch.float32 and not forwards()
     return _Gelu.apply(x) if learns else F.gelu(x)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from .dispatch import op, usable
+from .dispatch import forwards, op, usable
 from .strided import bare
 from .weights import is_plain, weight_of
 
@@ -82,7 +82,7 @@ def roll(x: Tensor, offset: Tensor, dims: tuple[int, int] = (-2, -1), within: bo
         raise ValueError(f"roll needs one (row, column) offset per sample, shape {(x.shape[0], 2)}, "
                          f"got {tuple(offset.shape)}")  # fmt: skip
     offset = offset if within else _wrapped(offset, x.shape[h], x.shape[w])
-    differentiable = torch.is_grad_enabled() and x.requires_grad
+    differentiable = torch.is_grad_enabled() and x.requires_grad and not forwards()
     return _Roll.apply(x, offset, (h, w)) if differentiable else _gather(x, offset, (h, w))
 
 
