@@ -16,10 +16,17 @@ __all__ = ["constants", "derive_seed", "drawn", "hashed_uniform", "seeded"]
 GAMMA = 0x9E3779B97F4A7C15  # of splitmix64: 2^64 over the golden ratio
 
 
-@lru_cache(maxsize=64)
 def constants(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers as a tensor, copied to a device once: every such copy waits until a GPU has done all that it was given,
     and in a training loop the GPU then waits for the next step."""
+    found = _kept(values, device, dtype)
+    if type(found) is not Tensor:  # what ``torch.export`` traces with has no values, and must not be kept
+        _kept.cache_clear()
+    return found
+
+
+@lru_cache(maxsize=64)
+def _kept(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(values, device=device, dtype=dtype)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from common.models.upsample import unpool, upsample
 from common.seeding import derive_seed, hashed_uniform
@@ -110,3 +111,18 @@ def test_upsampling_moves_nothing_and_unpooling_keeps_places() -> None:
     fine = torch.cos(2 * torch.pi * (torch.arange(64) + 0.5 - 2) / 64)  # centres of fine cells on the coarse axis
     assert (upsample(ramp, 4)[0, 0, 0] - fine).abs().max() < 0.03
     assert circular_pad(x, (0, 0, 0, 0)) is x
+
+
+def test_what_is_exported_leaves_no_constants_behind() -> None:
+    """Else everything that is normalised or shifted later in the process has no values: it is a tensor for tracing."""
+
+    class Shifts(torch.nn.Module):
+        def forward(self, index: Tensor) -> Tensor:
+            return random_shifts(index, (-91, 3), (17, 41), 5)
+
+    index = torch.arange(4)
+    exported = torch.export.export(Shifts(), (index,), strict=False).module()
+    shifts = random_shifts(index, (-91, 3), (17, 41), 5)
+    assert type(shifts) is Tensor
+    assert torch.equal(exported(index), shifts)
+    assert torch.equal(torch.export.export(Shifts(), (index,), strict=False).module()(index), shifts)
