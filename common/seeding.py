@@ -4,31 +4,44 @@ that it does not depend on batch size, number of processes, workers, or where a 
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["constants", "derive_seed", "drawn", "hashed_uniform", "seeded"]
+__all__ = ["constants", "derive_seed", "drawn", "hashed_uniform", "kept", "seeded"]
 
+P = ParamSpec("P")
 GAMMA = 0x9E3779B97F4A7C15  # of splitmix64: 2^64 over the golden ratio
 
 
+def kept(count: int) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
+    """Keep the last tensors that a function has made, each for its arguments: also for a gradient, if they are made in
+    inference mode, and not what ``torch.export`` traces with, which has no values."""
+
+    def decorate(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
+        remembered: Any = lru_cache(maxsize=count)(make)
+
+        @wraps(make)
+        def found(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+            with torch.inference_mode(False):
+                tensor = remembered(*args, **kwargs)
+            if type(tensor) is not Tensor:
+                remembered.cache_clear()
+            return tensor
+
+        return found
+
+    return decorate
+
+
+@kept(64)
 def constants(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers as a tensor, copied to a device once: every such copy waits until a GPU has done all that it was given,
     and in a training loop the GPU then waits for the next step."""
-    found = _kept(values, device, dtype)
-    if type(found) is not Tensor:  # what ``torch.export`` traces with has no values, and must not be kept
-        _kept.cache_clear()
-    return found
-
-
-@lru_cache(maxsize=64)
-def _kept(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(values, device=device, dtype=dtype)
+    return torch.tensor(values, device=device, dtype=dtype)
 
 
 def drawn(draw: Callable[..., Tensor], *args: Any, times: int = 1, **kwargs: Any) -> list[Tensor]:

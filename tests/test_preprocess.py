@@ -131,3 +131,19 @@ def test_no_step_copies_constants_to_the_device(monkeypatch: pytest.MonkeyPatch)
     before, copied = [step(number) for number in range(3)], torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: pytest.fail("a copy") if kwargs else copied(*args))
     assert all(torch.equal(step(number), image) for number, image in enumerate(before))
+
+
+def test_what_a_resize_keeps_serves_every_mode() -> None:
+    """Else images that are resized after an export have no values, and after inference mode no gradient."""
+    preprocess, x = Preprocess(size=(46, 46)), torch.rand(1, 3, 31, 31, requires_grad=True)
+
+    class Resize(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return preprocess.resized(images)
+
+    torch.export.export(Resize(), (x.detach(),), strict=False)
+    with torch.inference_mode():
+        expected = preprocess.resized(x)
+    assert type(expected) is torch.Tensor
+    preprocess.resized(x).sum().backward()
+    assert torch.allclose(torch.autograd.grad(preprocess.resized(x).sum(), x)[0], x.grad)

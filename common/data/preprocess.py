@@ -6,7 +6,6 @@ interruption changes it. Only mixup and cutmix look at a whole batch (``Mixing``
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -18,7 +17,7 @@ from timm.data.mixup import Mixup
 from torch import Tensor
 
 from ..models.hub import PREPROCESSOR_NAME, StoredInput, read_fields
-from ..seeding import constants, derive_seed, hashed_uniform, seeded
+from ..seeding import constants, derive_seed, hashed_uniform, kept, seeded
 from ..shifts import circular_shift, random_shifts, standard_shift
 from .rand_augment import RandAugment
 
@@ -160,13 +159,13 @@ class Preprocess(Normalisation):
         return _erase(x, index, self.erase, *seeds) if self.erase else x
 
 
-@lru_cache(maxsize=16)
+@kept(16)
 def _resizing(old: int, new: int, device: torch.device) -> Tensor:
     """(new, old) weights of a bilinear resize along one axis, with antialiasing where it shrinks.
 
     Two small matrix products: on a GPU several times faster than interpolating a large batch of small images.
     """
-    unit = torch.eye(old)[None, None]  # not one column wide: torch's antialiasing is wrong there
+    unit = torch.eye(old, dtype=torch.float32)[None, None]  # not one column wide: torch's antialiasing is wrong there
     weights = F.interpolate(unit, (new, old), mode="bilinear", antialias=new < old, align_corners=False)
     return weights[0, 0].contiguous().to(device)
 
