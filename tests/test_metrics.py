@@ -266,3 +266,10 @@ def test_logits_that_are_nan_are_refused(measure: Any) -> None:
 
     with pytest.raises(ValueError, match="logits are NaN"):
         measure(model, torch.randn(4, 3, 16, 16))
+
+
+def test_labels_that_are_kept_are_none_of_nan() -> None:
+    """Images that are changed would keep it, too."""
+    split = load_data("digits")[1].head(4)
+    with pytest.raises(ValueError, match="logits are NaN"):
+        evaluate(lambda x: x.mean((2, 3)) * math.nan, split, Preprocess(size=(32, 32)), ["kept:half"], progress=False)

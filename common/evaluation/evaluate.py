@@ -26,7 +26,7 @@ from ..models.classifier import Classifier
 from ..models.hub import embedded, resolve_file
 from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
 from .flags import add_precision, add_split, check_precision, count, whole
-from .metrics import circular_agreement, predict, standard_agreement, worst_agreement
+from .metrics import circular_agreement, predict, same_labels, standard_agreement, worst_agreement
 from .perturb import PERTURBATIONS, ShiftAverage
 from .tables import format_table, precision_name, write_json
 
@@ -76,7 +76,7 @@ def evaluate(model: Callable[[Tensor], Tensor], split: Split, preprocess: Prepro
                 if kind == "top1":
                     outcomes.append(predict(model, x) == labels)
                 elif kind == "kept":
-                    outcomes.append(predict(model, x) == predict(model, images))
+                    outcomes.append(same_labels(predict(model, x), predict(model, images)))
                 elif kind in ("c_cons", "c_cons_near"):
                     outcomes.append(circular_agreement(model, x, index, max_shift=reach, seed=seed, step=step,
                                                        near=kind == "c_cons_near"))  # fmt: skip

@@ -30,13 +30,14 @@ def count_identical(model: nn.Module, images: Tensor, preprocess: Any, precision
         x = preprocess.evaluate(images[index])
         with autocast:
             first = model(x)
-            bits = labels = torch.ones(len(x), dtype=torch.bool, device=x.device)
+            bits, labels = torch.ones(len(x), dtype=torch.bool, device=x.device), [highest(first)]
             for seed in (1, 2):
                 offset = random_shifts(index, (0, 0), (x.shape[2] - 1, x.shape[3] - 1), seed)
                 moved = model(roll(x, offset))
                 moved = roll(moved, -offset) if first.ndim == 4 else moved
                 bits = bits & (moved == first).flatten(1).all(1)
-                labels = labels & same_labels(highest(moved), highest(first)).view(len(x), -1).all(1)
-        same_bits, same_label = same_bits + int(bits.sum()), same_label + int(labels.sum())
+                labels.append(highest(moved))
+        same_bits += int(bits.sum())
+        same_label += int(same_labels(*labels).view(len(x), -1).all(1).sum())
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
     return same_bits, same_label
