@@ -76,7 +76,7 @@ def render(folder: Path) -> str:
         "same label at every place learn more slowly at first, adaptive or not: Swin-T with the canonical anchor",
         "alone, or trained on circular shifts, falls further behind. A likely reason: objects of CIFAR-10 are centred,",
         "and only the default model can exploit that. We do not know why A-SwinV2-T does not catch up. Epochs of",
-        "warm-up: Swin-T's pair 5.3, its peers 6.7, SwinV2-T 6.7, CvT-13 1.7.", "",
+        "warm-up: Swin-T's pair 5.3, its peers 6.7, SwinV2-T 6.7, CvT-13 1.7, MViTv2-T 23.3.", "",
         format_table([row for pair in logs_of_pairs(folder).items() for row in lead_rows(*pair)]),
         "", "## A trained model made adaptive", "",
         "CvT-13 on CIFAR-10 (tab. supp_pretrained): the default model of the row above, made adaptive, then trained on",
