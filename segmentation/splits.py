@@ -132,6 +132,8 @@ def decode_labels(content: bytes) -> np.ndarray:
         if image.format == "JPEG":
             raise ValueError("labels are a JPEG, which changes numbers: store them as PNG")
         numbers = np.asarray(image)
+        if image.format == "PNG" and content[24:26] in (b"\2\0", b"\4\0"):  # grey of 2 or 4 bits, spread over 0 to 255
+            numbers = numbers // (255 // (2 ** content[24] - 1))
     if numbers.ndim != 2:
         raise ValueError(f"labels must be an image of one channel, got mode {image.mode}")
     if image.mode == "F" and (numbers % 1 > 0).any():

@@ -1,6 +1,8 @@
 """Scenes with a label per pixel: what is read from where, what is refused, crops, sizes and colours."""
 
 import io
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +172,23 @@ def test_labels_that_are_no_numbers_of_classes_are_refused() -> None:
     buffer = io.BytesIO()
     Image.fromarray(labels.astype(np.float32)).save(buffer, "TIFF")
     assert np.array_equal(decode_labels(buffer.getvalue()), labels)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_grey_labels_of_few_bits_keep_their_numbers(bits: int) -> None:
+    """Tools that make PNG files smaller store few classes in few bits; Pillow reads them as shades from 0 to 255."""
+    labels = np.arange(48).reshape(6, 8) % 2**bits
+    rows = np.packbits(((labels[..., None] >> np.arange(bits)[::-1]) & 1).reshape(6, -1), axis=1)
+    filtered = b"".join(b"\0" + row.tobytes() for row in rows)
+    parts = (
+        (b"IHDR", struct.pack(">IIBBBBB", 8, 6, bits, 0, 0, 0, 0)),
+        (b"IDAT", zlib.compress(filtered)),
+        (b"IEND", b""),
+    )
+    chunks = (
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in parts
+    )
+    assert np.array_equal(decode_labels(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)), labels)
 
 
 def test_broken_scenes_are_named(tmp_path: Path) -> None:
