@@ -7,15 +7,16 @@ transformers' ``UperNetForSemanticSegmentation`` into a directory for ``UperNet.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 
 import shiftvit
 import swin.convert
 import swinv2.convert
-from common.models.registry import create_model
+from common.models.registry import MODEL_ARGUMENTS, create_model, parse_arguments
 from common.models.weights import check_state
-from common.publishing.convert import State
+from common.publishing.convert import State, name_classes
 
 __all__ = ["from_transformers", "to_transformers"]
 
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("file", type=Path, help="safetensors file to read")
     parser.add_argument("output_dir", type=Path, help="directory to write")
     parser.add_argument("--model", default="upernet_swin_tiny", help="name of the model that the weights belong to")
+    parser.add_argument("--model_args", **MODEL_ARGUMENTS)
     args = parser.parse_args(arguments)
     if args.file.suffix != ".safetensors":
         raise SystemExit(f"{args.file}: only safetensors files are read; a pickle can run code when it is loaded")
@@ -77,11 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"{args.file} holds no decode_head.classifier: it is not a UperNet")
     classes, channels = state["decode_head.classifier.weight"].shape[:2]
     auxiliary = state.get("auxiliary_head.classifier.weight")
-    model = create_model(args.model, num_classes=classes, channels=channels, stage_norms="norms.0.weight" in state,
-                         auxiliary_channels=0 if auxiliary is None else auxiliary.shape[1])  # fmt: skip
+    found = {"num_classes": classes, "channels": channels, "stage_norms": "norms.0.weight" in state,
+             "auxiliary_channels": 0 if auxiliary is None else auxiliary.shape[1]}  # fmt: skip
+    model: Any = create_model(args.model, **found | parse_arguments(args.model_args))
     check_state(model.state_dict(), state, str(args.file))
     model.load_state_dict(state, strict=True)
+    name_classes(model, args.file)
     print(f"{args.model}: {model.save_pretrained(args.output_dir)}")
+    if any(".cpb_mlp." in name for name in state):
+        print(f"built with window_size={model.backbone.config['window_size']}: these weights may fit other windows, "
+              "too, and --model_args \"backbone_args={'window_size': N}\" img_size=SIDE sets them")  # fmt: skip
 
 
 if __name__ == "__main__":

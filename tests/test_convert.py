@@ -1,8 +1,10 @@
 """Files people have: the authors' layouts, safetensors first, pickles only when asked and only as weights."""
 
+import json
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -50,6 +52,24 @@ def test_a_file_becomes_a_model_directory(tmp_path: Path, suffix: str, monkeypat
     swin.convert.main({"timm": swin.convert.from_timm}, default_model="swin_tiny")
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(from_pretrained(str(tmp_path / "out"))(x), model(x))
+
+
+@pytest.mark.parametrize("config", [
+    {"model_type": "swin", "id2label": {str(i): f"class {i}" for i in range(10)}, "torch_dtype": "float32",
+     "task_specific_params": {"a": {"b": {"c": 1}}}},
+    {"architecture": "swin_tiny_patch4_window7_224", "label_names": [f"class {i}" for i in range(10)]},
+    {"id2label": {str(i): f"LABEL_{i}" for i in range(10)}}, {"label_names": ["one"]},
+])  # fmt: skip
+def test_class_names_beside_weights_are_kept(config: dict[str, Any], tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Repositories of timm and transformers hold them in config.json; predictions would be bare numbers."""
+    save_file(create_model("swin_micro").state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["convert", str(tmp_path / "model.safetensors"), str(tmp_path / "out"), "--model", "swin_micro"]
+    monkeypatch.setattr(sys, "argv", words)
+    swin.convert.main({"timm": swin.convert.from_timm}, default_model="swin_tiny")
+    known = tuple(f"class {i}" for i in range(10)) if "class 9" in json.dumps(config) else ()
+    assert from_pretrained(str(tmp_path / "out")).class_names == known
 
 
 @pytest.mark.parametrize("tables", [False, True])

@@ -82,12 +82,29 @@ def test_a_converted_file_becomes_a_model_directory(auxiliary: int, tmp_path: Pa
 
     model = build("upernet_swin_micro", num_classes=5, channels=24, auxiliary_channels=auxiliary)
     save_file(convert.to_transformers(model.state_dict()), tmp_path / "theirs.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "upernet", "id2label": dict(enumerate("abcde"))}))
     convert.main([str(tmp_path / "theirs.safetensors"), str(tmp_path / "ours"), "--model", "upernet_swin_micro"])
     loaded = UperNet.from_pretrained(tmp_path / "ours")
     assert loaded.num_classes == 5
+    assert loaded.class_names == tuple("abcde")
     assert all(torch.equal(loaded.state_dict()[key], tensor) for key, tensor in model.state_dict().items())
     with pytest.raises(SystemExit, match="only safetensors"):
         convert.main([str(tmp_path / "pytorch_model.bin"), str(tmp_path / "ours")])
+
+
+def test_weights_of_swinv2_are_converted_for_other_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They fit any window: the masks would be another model's, without a word."""
+    from safetensors.torch import save_file
+
+    model = build("upernet_swinv2_micro", num_classes=5, backbone_args={"window_size": 8}).eval()
+    save_file(convert.to_transformers(model.state_dict()), tmp_path / "theirs.safetensors")
+    words = [str(tmp_path / "theirs.safetensors"), str(tmp_path / "ours"), "--model", "upernet_swinv2_micro"]
+    convert.main(words)
+    assert "built with window_size=4" in capsys.readouterr().out
+    convert.main([*words, "--model_args", "backbone_args={'window_size': 8}"])
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(UperNet.from_pretrained(tmp_path / "ours")(x), model(x))
 
 
 # the model

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["StoredInput", "check_names", "check_types", "read_config", "read_fields"]
+__all__ = ["StoredInput", "check_names", "check_types", "read_config", "read_fields",
+           "read_labels"]  # fmt: skip
 
 # what no file of a model has more of; each is several times the largest of our own
 MAX_JSON = 2**20  # bytes of a JSON file
@@ -36,6 +37,24 @@ def read_config(path: Path) -> dict[str, Any]:
 
     JSON lists come back as the tuples they were.
     """
+    config = _object(path)
+    if not isinstance(config.get("model_type", ""), str):
+        raise ValueError(f"{path}: model_type is {type(config['model_type']).__name__}, expected the name of a model")
+    return {key: _names(value, f"{path}: {key}") if key == "id2label" else _plain(value, key, f"{path}: {key[:64]}")
+            for key, value in config.items()}  # fmt: skip
+
+
+def read_labels(path: Path) -> tuple[str, ...]:
+    """The names of classes in another library's config.json: ``id2label`` of transformers, ``label_names`` of timm.
+    None where there are none, or such as transformers makes up (LABEL_0)."""
+    config = _object(path)
+    listed = config.get("label_names")
+    labels = check_names(listed, f"{path}: label_names") if isinstance(listed, list) else ()
+    labels = _names(config["id2label"], f"{path}: id2label") if config.get("id2label") else labels
+    return () if all(name == f"LABEL_{i}" for i, name in enumerate(labels)) else labels
+
+
+def _object(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         content = file.read(MAX_JSON + 1)
     if len(content) > MAX_JSON:
@@ -46,10 +65,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON ({error}): save the model again or fetch the file anew") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    if not isinstance(config.get("model_type", ""), str):
-        raise ValueError(f"{path}: model_type is {type(config['model_type']).__name__}, expected the name of a model")
-    return {key: _names(value, f"{path}: {key}") if key == "id2label" else _plain(value, key, f"{path}: {key[:64]}")
-            for key, value in config.items()}  # fmt: skip
+    return config
 
 
 def _names(value: Any, where: str) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..models.configs import read_labels
+from ..models.hub import CONFIG_NAME, HubModel
 from ..models.registry import MODEL_ARGUMENTS, create_model, parse_arguments
 from ..models.weights import check_state
 
@@ -18,6 +20,7 @@ __all__ = [
     "from_timm",
     "main",
     "move_merging",
+    "name_classes",
     "read_weights",
     "rename",
     "to_timm",
@@ -99,6 +102,14 @@ def read_weights(file: Path, allow_pickle: bool = False) -> State:
     return found
 
 
+def name_classes(model: HubModel, file: Path) -> None:
+    """Take the names of classes from the config.json beside weights, as repositories of the Hub have it."""
+    config = file.with_name(CONFIG_NAME)
+    names = read_labels(config) if config.is_file() else ()
+    if names and len(names) == model.config["num_classes"]:
+        model.name_classes(names)
+
+
 def check_windows(model: torch.nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
     """Raise where a file of SwinV2 stores positions in other windows than the model's: its weights fit any window."""
     own = dict(model.named_buffers())
@@ -131,6 +142,7 @@ def main(converters: Mapping[str, Callable[[State], State]], default_model: str)
     check_state(model.state_dict(), state, str(args.file))
     check_windows(model, weights, str(args.file))
     model.load_state_dict(state, strict=True)
+    name_classes(model, args.file)
     print(f"{args.model}: {model.save_pretrained(args.output_dir)}")
     if unsaid := ", ".join(f"{key}={model.config[key]}" for key in UNSAID if key in model.config):
         print(f"built with {unsaid}: these weights may fit other values, too, and --model_args sets them")
