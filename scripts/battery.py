@@ -8,6 +8,8 @@ The file also gets recipe, settings, seed and seconds, from the ``results.json``
 import argparse
 from pathlib import Path
 
+from accelerate import PartialState
+
 import shiftvit
 from common.evaluation.battery import FULL, battery_of
 from common.evaluation.evaluate import CROP
@@ -37,6 +39,8 @@ def main() -> None:
                          arguments=parse_arguments(args.model_args), parts=tuple(args.parts),
                          batch_size=args.batch_size, exact_images=args.exact_images, crop=args.crop,
                          seed=args.seed)  # fmt: skip
+    if not PartialState().is_main_process:
+        return
     off = results.get("canonical_off", {})
     measured = {key: value for key, value in results.items() if isinstance(value, float) and "seconds" not in key}
     beside = {key: {"canonical anchor off": off.get(key, "-")} if off else {} for key in measured}

@@ -19,6 +19,7 @@ from common.data.sources import load_data
 from common.evaluation.battery import FULL, battery, battery_of, metrics_of
 from common.evaluation.evaluate import default_crop, evaluate
 from common.evaluation.evaluate import main as measure
+from common.evaluation.exactness import count_identical
 from common.evaluation.perturb import ShiftAverage, erased, half_pixel
 from common.evaluation.tokens import token_errors
 from swin.recipes import RECIPES
@@ -78,6 +79,19 @@ def test_a_battery_says_what_it_measured_and_nothing_else(tmp_path: Path) -> Non
     assert (found["data"], found["images"], found["processes"]) == ("digits", 4, 1)
     assert not {"top1", "c_cons"} & found.keys()
     assert json.loads((tmp_path / "found.json").read_text()).keys() == found.keys()
+
+
+def test_a_count_that_fails_leaves_tf32_as_it_was() -> None:
+    """All that a process computed afterwards would have three digits."""
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        assert torch.backends.cudnn.allow_tf32
+        raise RuntimeError("out of memory")
+
+    images, before = torch.zeros(1, 3, 32, 32, dtype=torch.uint8), torch.backends.cuda.matmul.allow_tf32
+    with pytest.raises(RuntimeError, match="out of memory"):
+        count_identical(broken, images, Preprocess(size=(32, 32)), "tf32", 1)  # type: ignore[arg-type]
+    assert (before, torch.backends.cuda.matmul.allow_tf32) == (False, False)
 
 
 def test_two_half_pixels_are_one() -> None:

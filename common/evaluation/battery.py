@@ -106,7 +106,7 @@ def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = N
                arguments: Mapping[str, Any] | None = None, crop: bool | None = None,
                **options: Any) -> dict[str, Any]:  # fmt: skip
     """``battery`` of a trained model by its directory or Hub id, with what its training wrote beside it (recipe,
-    settings, seed, seconds); written to ``target``, a figure of token errors beside that."""
+    settings, seed, seconds); written to ``target``, a figure of token errors beside that, by the first process."""
     accelerator = check_precision(Accelerator(mixed_precision=mixed_precision))
     images = load_evaluation(data, split=split).head(limit)
     model, preprocess = load_for_evaluation(str(source), len(images.classes), **(arguments or {}))
@@ -116,7 +116,8 @@ def battery_of(source: str | Path, data: str, *, mixed_precision: str | None = N
     trained, crop = read_training(source), default_crop(source, preprocess) if crop is None else crop
     known = {key: trained[key] for key in OF_TRAINING if key in trained} or {"model": str(source)}
     known |= {"data": data, **({"split": split} if split else {}), **({"crop": True} if crop else {})}
-    compiled, figure = torch.compile(model) if compile else None, target and target.with_suffix(".png")
+    compiled, target = torch.compile(model) if compile else None, target if accelerator.is_main_process else None
+    figure = target and target.with_suffix(".png")
 
     def report(results: dict[str, Any]) -> None:
         if target is not None:

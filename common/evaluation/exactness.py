@@ -1,6 +1,7 @@
 """How many images keep their logits to the bit, and their label, under random circular shifts."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,15 +21,13 @@ def count_identical(model: nn.Module, images: Tensor, preprocess: Any, precision
                     batch_size: int) -> tuple[int, int]:  # fmt: skip
     """Images whose logits are bit-identical, and whose label (of every pixel) is the same, at their place and at two
     random shifts, at equal batch size. Logits of a segmenter are rolled back first."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     dtype = PRECISIONS[precision]
     autocast: Any = torch.autocast(images.device.type, dtype) if dtype else contextlib.nullcontext()
     same_bits = same_label = 0
     for start in tqdm(range(0, len(images), batch_size), desc=f"bits in {precision}", leave=False):
         index = torch.arange(start, min(start + batch_size, len(images)), device=images.device)
         x = preprocess.evaluate(images[index])
-        with autocast:
+        with autocast, tf32(precision == "tf32"):
             first = model(x)
             bits, labels = torch.ones(len(x), dtype=torch.bool, device=x.device), [highest(first)]
             for seed in (1, 2):
@@ -39,5 +38,15 @@ def count_identical(model: nn.Module, images: Tensor, preprocess: Any, precision
                 labels.append(highest(moved))
         same_bits += int(bits.sum())
         same_label += int(same_labels(*labels).view(len(x), -1).all(1).sum())
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
     return same_bits, same_label
+
+
+@contextlib.contextmanager
+def tf32(on: bool) -> Iterator[None]:
+    """Whether float32 is multiplied as TensorFloat-32, for as long as this lasts."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
