@@ -27,6 +27,7 @@ from common.data.sources import (
     find_column,
     held_out,
     import_datasets,
+    load_hub_split,
     parquet_files,
     read_columns,
     row_name,
@@ -80,7 +81,10 @@ def load_scenes(name: str, labelling: Labelling | None = None,
 def load_evaluation(name: str, split: str | None = None) -> PixelSplit:
     """The evaluation split by name, as ``load_scenes`` has it; without the other one, where the classes are known."""
     path = Path(name)
-    known = _named_classes(path) or KNOWN.get(path.name.lower())
+    known = _named_classes(path) or KNOWN.get(path.name.partition("@")[0].lower())
+    if known is not None and is_hub_id(name):
+        found, part = load_hub_split(name, (split,) if split else known.evaluated)
+        return from_dataset(found, f"{name} ({part})", known)
     if known is None or not path.is_dir():
         return load_scenes(name, split=split)[1]
     if (path / "images").is_dir():

@@ -17,7 +17,7 @@ from PIL import Image
 from segmentation_helpers import scene, write_parquet
 
 from common import from_pretrained
-from common.data.sources import KNOWN, load_data
+from common.data.sources import KNOWN, load_data, load_evaluation
 from common.data.streaming import load_stream
 from common.evaluation.evaluate import main as evaluate
 from common.publishing.cards import model_card
@@ -125,12 +125,17 @@ def test_validation_comes_before_test(tmp_path: Path, monkeypatch: pytest.Monkey
     def load(*_: Any, split: str = "", **__: Any) -> Any:
         return parts[split] if split else parts
 
+    builder = SimpleNamespace(config=SimpleNamespace(data_files={part: [] for part in parts}),
+                              info=SimpleNamespace(features=None))  # fmt: skip
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: list(parts))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
     monkeypatch.setattr("common.data.streaming.Stream", lambda *_: parts["train"])
     monkeypatch.setattr("common.data.streaming.same_classes", lambda *splits: splits[:2])
     monkeypatch.setitem(KNOWN, "owner/name", (2, 4, 1))
     assert len(load_data("owner/name")[1]) == len(load_stream("owner/name")[1]) == 4
+    assert len(load_evaluation("owner/name")) == 4
+    builder.config.data_files = None  # as without a connection
+    assert len(load_evaluation("owner/name")) == 4
 
 
 def test_splits_have_the_same_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from common.data.images import decode_image
 from common.data.preprocess import Preprocess
 from common.data.sources import KNOWN, from_dataset, load_data, load_evaluation
 from common.data.splits import Encoded, check_rows
-from common.data.streaming import Stream, load_stream
+from common.data.streaming import load_stream
 
 
 def encode(seed: int, size: tuple[int, int] = (8, 8), kind: str = "PNG") -> bytes:
@@ -216,29 +216,6 @@ def test_streams_give_every_image_once_and_shuffle_by_epoch(tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize("name", ["digits", "", "./missing", "/missing/folder"])
-def test_what_is_no_stream_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the embedded digits, or a folder with a typing error, cost half a minute of attempts to reach the Hub."""
-    import datasets
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the Hub was asked"))
-    with pytest.raises(FileNotFoundError, match=f"'{name}' is no data to stream: .* or leave out --streaming"):
-        load_stream(name)
-
-
-def test_streams_of_image_files(tmp_path: Path) -> None:
-    """As repositories on the Hub hold them: a stream has an address for each, not its bytes."""
-    import datasets
-
-    for i, name in enumerate(("cat", "dog")):
-        (tmp_path / "train" / name).mkdir(parents=True)
-        (tmp_path / "train" / name / "0.png").write_bytes(encode(i))
-    rows = datasets.load_dataset("imagefolder", data_dir=str(tmp_path), split="train", streaming=True)
-    stream = Stream(rows, 2, "owner/name").prepared(Preprocess(size=(8, 8)))
-    seen = {label: image for image, label, _ in stream}
-    assert all(torch.equal(seen[i].permute(1, 2, 0), torch.from_numpy(decode_image(encode(i)).copy())) for i in (0, 1))
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "cifar10").is_dir(), reason="the real CIFAR-10 is not beside the checkout")
 def test_the_real_cifar10_is_read() -> None:
@@ -320,16 +297,3 @@ def test_class_names_that_differ_are_named(tmp_path: Path) -> None:
         write_parquet(tmp_path / f"{name}.parquet", [encode(i) for i in range(2)], labels)
     with pytest.raises(ValueError, match="train has classes a, b, but not emu of the evaluation split"):
         load_data(str(tmp_path))
-
-
-def test_a_hub_out_of_reach_says_what_else_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise ConnectionError("Couldn't reach the Hub\nand more")
-
-    monkeypatch.setattr(datasets, "load_dataset", fails)
-    with pytest.raises(
-        OSError, match=r"owner/name cannot be read from the Hub \(Couldn't reach the Hub\): give .* --data"
-    ):
-        load_data("owner/name")

@@ -13,8 +13,9 @@ Small images of one size are decoded once, into memory; others stay encoded for 
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from .preprocess import SMALL
 from .splits import Arrays, Encoded, Split, check_rows, load_digits_data, same_classes, shown
 
 __all__ = ["EVALUATION_SPLITS", "IMAGE_COLUMNS", "IMAGE_SUFFIXES", "KNOWN", "LABEL_COLUMNS", "find_column",
-           "held_out", "load_data", "load_evaluation", "load_folder", "load_hub", "load_split", "parquet_files",
-           "read_columns", "read_labels", "row_name", "shown", "stored_bytes"]  # fmt: skip
+           "held_out", "load_data", "load_evaluation", "load_folder", "load_hub", "load_hub_split", "load_split",
+           "parquet_files", "read_columns", "read_labels", "row_name", "shown", "stored_bytes"]  # fmt: skip
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -63,9 +64,17 @@ def load_data(name: str, skip_broken: bool = False, split: str | None = None) ->
 
 def load_evaluation(name: str, skip_broken: bool = False, split: str | None = None) -> Split:
     """The evaluation split by name, as ``load_data`` has it. A folder may hold no other: its classes are then those of
-    that split."""
+    that split. Of the Hub's data sets that name their classes no other is fetched."""
     folder, evaluated = Path(name), (split,) if split else EVALUATION_SPLITS
-    if name in ("", "digits") or is_hub_id(name) or not folder.is_dir() or _holds(folder, "train"):
+    if is_hub_id(name):
+        found, part = load_hub_split(name, evaluated)
+        if not hasattr(found.features[find_column(found.column_names, LABEL_COLUMNS, name)], "names"):
+            return load_data(name, skip_broken, split)[1]
+        test, known = from_dataset(found, f"{name} ({part})", skip_broken), KNOWN.get(name.partition("@")[0])
+        if known and split is None:
+            check_rows(name, (known[0], len(test), len(test.classes)), known)
+        return test
+    if name in ("", "digits") or not folder.is_dir() or _holds(folder, "train"):
         return load_data(name, skip_broken, split)[1]
     return load_split(folder, evaluated, skip_broken)
 
@@ -114,16 +123,40 @@ def load_hub(name: str, skip_broken: bool = False,
     """Train and evaluation split of a Hub dataset, ``owner/name`` or ``owner/name@revision``, through ``datasets``."""
     datasets = import_datasets(name)
     repository, _, revision = name.partition("@")
-    try:
+    with reaching(name):
         found = datasets.load_dataset(repository, revision=revision or None)
-    except OSError as error:
-        raise OSError(f"{name} cannot be read from the Hub ({str(error).splitlines()[0][:200]}): give a folder with "
-                      "its files, --data DIR") from error  # fmt: skip
     parts = ("train", held_out(found, name, evaluated))
     train, test = (from_dataset(found[part], f"{name} ({part})", skip_broken) for part in parts)
     if repository in KNOWN and evaluated is EVALUATION_SPLITS:
         check_rows(name, (len(train), len(test), len(train.classes)), KNOWN[repository])
     return same_classes(train, test, name)
+
+
+def load_hub_split(name: str, among: Sequence[str]) -> tuple[Any, str]:
+    """The first split of a Hub dataset that goes by one of ``among``, and that name. Its files alone are fetched;
+    ``load_dataset`` by itself fetches those of all splits, whichever it is asked for."""
+    datasets = import_datasets(name)
+    repository, _, revision = name.partition("@")
+    with reaching(name):
+        builder = datasets.load_dataset_builder(repository, revision=revision or None)
+        files = {str(split): list(where) for split, where in (builder.config.data_files or {}).items()}
+        if not files:  # without a connection: the whole data set, from the cache
+            found = datasets.load_dataset(repository, revision=revision or None)
+            return found[part := held_out(found, name, among)], part
+        part = held_out(files, name, among)
+        # what the card says of other splits is not checked
+        return datasets.load_dataset(repository, revision=revision or None, data_files={part: files[part]}, split=part,
+                                     features=builder.info.features, verification_mode="no_checks"), part  # fmt: skip
+
+
+@contextmanager
+def reaching(name: str) -> Iterator[None]:
+    """Say what else to give where the Hub cannot be reached."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{name} cannot be read from the Hub ({str(error).splitlines()[0][:200]}): give a folder with "
+                      "its files, --data DIR") from error  # fmt: skip
 
 
 def held_out(splits: Collection[str], name: str, among: Sequence[str] = EVALUATION_SPLITS) -> str:

@@ -22,8 +22,8 @@ from .sources import (
     LABEL_COLUMNS,
     find_column,
     from_dataset,
-    held_out,
     import_datasets,
+    load_hub_split,
     load_split,
     parquet_files,
     read_labels,
@@ -126,9 +126,7 @@ def load_stream(name: str, skip_broken: bool = False) -> tuple[Stream, Split]:
     count = known or (train.info.splits["train"].num_examples if train.info.splits else None)
     if not count:
         raise ValueError(f"{name} does not say how many training images it has: read it without --streaming")
-    names = datasets.get_dataset_split_names(repository, revision=revision or None)
-    evaluation = held_out(names, name)
-    test = datasets.load_dataset(repository, revision=revision or None, split=evaluation)
+    test, evaluation = load_hub_split(name, EVALUATION_SPLITS)
     stream = Stream(train, count, name, skip_broken)
     return same_classes(stream, from_dataset(test, f"{name} ({evaluation})", skip_broken), name)
 
