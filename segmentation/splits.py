@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.images import decode_image, open_image
+from common.data.images import decode_image, open_image, turn_of
 from common.data.splits import Arrays, Split, spread
 from common.evaluation.metrics import IGNORE_INDEX
 
@@ -131,7 +131,8 @@ def decode_labels(content: bytes) -> np.ndarray:
     with open_image(content) as image:
         if image.format == "JPEG":
             raise ValueError("labels are a JPEG, which changes numbers: store them as PNG")
-        numbers = np.asarray(image)
+        turn = turn_of(image, upright=False)
+        numbers = np.asarray(image if turn is None else image.transpose(turn))
         if image.format == "PNG" and content[24:26] in (b"\2\0", b"\4\0"):  # grey of 2 or 4 bits, spread over 0 to 255
             numbers = numbers // (255 // (2 ** content[24] - 1))
     if numbers.ndim != 2:

@@ -10,6 +10,7 @@ import pytest
 from PIL import ExifTags, Image, ImageOps
 
 from common.data.images import decode_image
+from segmentation.splits import decode_labels
 
 LEVELS = np.array([[0, 32768], [16384, 65535]], np.uint16)
 SHADES = [[0, 128], [64, 255]]
@@ -67,6 +68,20 @@ def test_photographs_stand_upright(orientation: int) -> None:
     assert np.abs(seen - expected).mean() < 4
     assert decode_image(saved(stored, "PNG", exif=exif), upright=False).shape == (32, 48, 3)
     assert decode_image(saved(stored, "JPEG", exif=b"Exif\0\0broken")).shape == (32, 48, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "tiff_lzw"}])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_tiff_is_turned_once(orientation: int, options: dict[str, str]) -> None:
+    """Pillow turns it while it loads it: turned by us again, scans lie on their head. Labels stay on their pixels."""
+    levels = np.kron(np.array([[250, 90, 10], [60, 160, 200]], np.uint8), np.ones((16, 16), np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = saved(Image.fromarray(levels), "TIFF", exif=exif, **options)
+    expected = decode_image(saved(Image.fromarray(levels), "PNG", exif=exif))
+    assert np.array_equal(decode_image(content), expected)
+    assert np.array_equal(decode_image(content, upright=False)[..., 0], levels)
+    assert np.array_equal(decode_labels(content), levels)
 
 
 def test_transparent_parts_are_white() -> None:

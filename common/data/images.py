@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-__all__ = ["decode_image", "open_image", "read_image", "see"]
+__all__ = ["decode_image", "open_image", "read_image", "see", "turn_of"]
 
 MAX_PIXELS = 90_000_000
 MAX_BYTES = 2**28  # of an image file that is read by itself
@@ -55,7 +55,7 @@ def read_image(path: Path, upright: bool = True) -> np.ndarray:
 
 def see(image: Image.Image, upright: bool = True) -> np.ndarray:
     """What ``decode_image`` makes of an opened image."""
-    turn = UPRIGHT.get(_orientation(image)) if upright else None
+    turn = turn_of(image, upright)
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         levels = np.asarray(image).astype(np.uint32)  # Pillow would cut off what exceeds 255
         tags = getattr(image, "tag_v2", {})  # of TIFF: 12 bits look like 16, and 0 may be white
@@ -74,6 +74,17 @@ def see(image: Image.Image, upright: bool = True) -> np.ndarray:
     else:
         seen = image.convert("RGB")
     return np.asarray(seen if turn is None else seen.transpose(turn))
+
+
+def turn_of(image: Image.Image, upright: bool) -> Image.Transpose | None:
+    """How to transpose an opened image, which is loaded here, so that it stands ``upright`` as its EXIF data say, or is
+    as it was stored. Pillow turns a TIFF itself when it loads it, and forgets the orientation."""
+    stored = _orientation(image)
+    image.load()
+    left = _orientation(image)
+    if upright:
+        return UPRIGHT.get(left)
+    return UPRIGHT.get({6: 8, 8: 6}.get(stored, stored)) if left != stored else None
 
 
 def _orientation(image: Image.Image) -> Any:
