@@ -28,6 +28,7 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.modeling_outputs import ImageClassifierOutput, SemanticSegmenterOutput
 
+from segmentation.inference import labels_at
 from segmentation.preprocess import ScenePreprocess
 
 from .data.images import see
@@ -208,7 +209,7 @@ class SegmenterProcessor(_Processor):
     def post_process_semantic_segmentation(self, outputs: Any, target_sizes: Any = None) -> list[Tensor]:
         """A label per pixel for each image, (h, w) of ``target_sizes`` or as large as the logits."""
         sizes = target_sizes if target_sizes is not None else [outputs.logits.shape[-2:]] * len(outputs.logits)
-        return [F.interpolate(logits[None].float(), tuple(map(int, size)), mode="bilinear")[0].argmax(0)
+        return [labels_at(logits[None], (int(size[0]), int(size[1])))[0]
                 for logits, size in zip(outputs.logits, sizes, strict=True)]  # fmt: skip
 
 

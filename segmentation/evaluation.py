@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor
@@ -26,7 +25,6 @@ from common.evaluation.flags import add_precision, add_split, check_precision, c
 from common.evaluation.metrics import (
     circular_pixel_agreement,
     confusion_matrix,
-    highest,
     mean_iou,
     refuse_nan,
     standard_pixel_agreement,
@@ -38,7 +36,7 @@ from common.models.registry import create_model, from_pretrained, list_models
 from common.shifts import random_shifts
 
 from .data import load_evaluation
-from .inference import pictures, slide
+from .inference import labels_at, pictures, slide
 from .model import UperNet
 from .preprocess import ScenePreprocess
 from .splits import PixelSplit, Scenes
@@ -99,10 +97,7 @@ def evaluate(model: Model, split: PixelSplit, preprocess: ScenePreprocess, metri
 
 def _masks(logits: Tensor, labels: Tensor) -> Tensor:
     """(B, classes, H, W) -> (B, h, w) labels at the size of ``labels``."""
-    size = (labels.shape[-2], labels.shape[-1])
-    if logits.shape[-2:] != size:
-        logits = F.interpolate(logits.float(), size, mode="bilinear", align_corners=False)
-    return refuse_nan(highest(logits))
+    return refuse_nan(labels_at(logits, (labels.shape[-2], labels.shape[-1])))
 
 
 def parse_metric(name: str) -> tuple[str, int | None]:

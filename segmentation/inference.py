@@ -14,14 +14,16 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from common.evaluation.metrics import predict_pixels
+from common.evaluation.metrics import highest, predict_pixels
 from common.shifts import circular_shift, standard_shift
 
 from .preprocess import ScenePreprocess
 
-__all__ = ["palette", "pictures", "slide", "whole", "write_masks"]
+__all__ = ["labels_at", "palette", "pictures", "slide", "whole", "write_masks"]
 
 Model = Callable[[Tensor], Tensor]
+
+AT_ONCE = 2**27  # logits that are brought to the size of an image at once: 512 MiB
 
 
 def whole(model: Model, images: Tensor, multiple: tuple[int, int] = (1, 1)) -> Tensor:
@@ -63,6 +65,22 @@ def slide(model: Model, images: Tensor, window: tuple[int, int], stride: tuple[i
     return total / seen
 
 
+def labels_at(logits: Tensor, size: tuple[int, int]) -> Tensor:
+    """(B, H, W) classes of the highest of logits (B, classes, h, w) brought to ``size``; -1 where one is NaN. A few
+    classes at a time: all 150 of a photograph of 20 million pixels would take 12 GB."""
+    if logits.shape[-2:] == size:
+        return highest(logits)
+    each = max(1, AT_ONCE // (len(logits) * math.prod(size)))
+    best = torch.full((len(logits), *size), -math.inf, device=logits.device)
+    labels = torch.zeros_like(best, dtype=torch.long)
+    for first in range(0, logits.shape[1], each):
+        some = F.interpolate(logits[:, first : first + each].float(), size, mode="bilinear", align_corners=False)
+        values, found = some.max(1)
+        better = (values > best) | values.isnan()
+        best, labels = torch.where(better, values, best), torch.where(better, first + found, labels)
+    return labels.masked_fill(best.isnan(), -1)
+
+
 def palette(classes: int) -> np.ndarray:
     """(classes, 3) colours in [0, 1], told apart by hue and, in turn, by lightness; no red, which marks changes."""
     golden = (5**0.5 - 1) / 2
@@ -89,7 +107,7 @@ def write_masks(model: Model, images: Mapping[Path, np.ndarray], directory: Path
         x = preprocess.evaluate(torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].to(device))
         logits, one = model(x), torch.ones(1, 2, dtype=torch.long, device=device)
         back = circular_shift(predict_pixels(model, circular_shift(x, one)), -one)
-        mask = F.interpolate(logits.float(), pixels.shape[:2], mode="bilinear", align_corners=False).argmax(1)[0].cpu()
+        mask = labels_at(logits, (pixels.shape[0], pixels.shape[1]))[0].cpu()
         picture = Image.fromarray(mask.numpy().astype(np.uint8 if len(names) <= 256 else np.uint16))
         if len(names) <= 256:
             picture.putpalette(colours.tobytes())

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from segmentation_helpers import balance, build
 from torch import Tensor
@@ -13,8 +14,11 @@ from torch import Tensor
 from common import create_model
 from common.evaluation.metrics import confusion_matrix, mascc, massc, mean_iou, miou
 from common.shifts import random_shifts, standard_shift
-from segmentation.inference import pictures, slide, whole
+from segmentation import inference
+from segmentation.inference import labels_at, pictures, slide, whole
 from segmentation.preprocess import ScenePreprocess
+
+interpolate = F.interpolate
 
 # measures
 
@@ -23,6 +27,23 @@ def by_position(x: Tensor) -> Tensor:
     """A segmenter of three classes that looks at the array, not at the image alone."""
     columns = torch.linspace(-1, 1, x.shape[-1]).expand(x.shape[0], *x.shape[2:])
     return torch.stack([x[:, 0], columns, -x[:, 0]], 1)
+
+
+def test_a_mask_of_a_photograph_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the mask of a phone's picture takes 12 GB, and the system ends the program."""
+    logits, size = torch.randn(2, 7, 5, 4), (12, 9)
+    whole = F.interpolate(logits, size, mode="bilinear", align_corners=False)
+    assert torch.equal(labels_at(logits, size), whole.argmax(1))
+    monkeypatch.setattr(inference, "AT_ONCE", 3 * 2 * 12 * 9)  # three classes
+    seen = []
+    monkeypatch.setattr(F, "interpolate", lambda x, *args, **kw: seen.append(x.shape[1]) or interpolate(x, *args, **kw))
+    assert torch.equal(labels_at(logits, size), whole.argmax(1))
+    assert seen == [3, 3, 1]
+    for broken in range(7):  # else NaN in one part passes for a class of another
+        logits[1, broken] = torch.nan
+        assert (labels_at(logits, size)[1] == -1).all()
+        assert torch.equal(labels_at(logits, size)[0], whole[0].argmax(0))
+        logits[1, broken] = 0
 
 
 def test_miou_is_that_of_the_whole_set() -> None:
