@@ -227,7 +227,7 @@ def to_pixels(image: Any, upright: bool = True) -> np.ndarray:
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ValueError(f"expected Pillow images, uint8 arrays (h, w, 3) or uint8 tensors (3, h, w), got "
                          f"{type(image).__name__} of shape {np.shape(image)} and type {pixels.dtype}")  # fmt: skip
-    return pixels
+    return np.ascontiguousarray(pixels)  # OpenCV's colours turned round, image[..., ::-1], have a negative stride
 
 
 def _register() -> None:

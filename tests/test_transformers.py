@@ -48,6 +48,14 @@ def test_a_classifier_gives_our_logits() -> None:
     assert loss < 1
 
 
+@pytest.mark.parametrize("source", [SWIN, UPERNET])
+def test_images_of_opencv_are_taken(source: str) -> None:
+    """Its colours are turned round by image[..., ::-1], which torch refuses to read."""
+    colours = torch.randint(0, 256, (48, 40, 3), dtype=torch.uint8).numpy()
+    prepare = transformers.AutoImageProcessor.from_pretrained(source)
+    assert torch.equal(prepare(colours[..., ::-1].copy()[..., ::-1]).pixel_values, prepare(colours).pixel_values)
+
+
 def test_the_pipeline_gives_our_probabilities() -> None:
     pipe = transformers.pipeline("image-classification", model=SWIN, device="cpu")
     with torch.no_grad():
