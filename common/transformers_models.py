@@ -34,7 +34,7 @@ from segmentation.preprocess import ScenePreprocess
 from .data.images import see
 from .data.preprocess import PREPROCESSOR_NAME, Preprocess
 from .evaluation.metrics import IGNORE_INDEX
-from .models.hub import OURS, HubModel, resolve_file
+from .models.hub import FOR_TIMM, OURS, HubModel, resolve_file
 from .models.registry import PACKAGES, class_of
 
 __all__ = ["Classifier", "ClassifierProcessor", "Config", "Segmenter", "SegmenterProcessor"]
@@ -57,6 +57,20 @@ class Config(PreTrainedConfig):
             kwargs.setdefault("num_labels", kwargs["num_classes"])
         super().__post_init__(**kwargs)
         self.label2id = {name: int(i) for i, name in (self.id2label or {}).items()}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What ``save_pretrained`` writes: config.json as ``common`` writes and reads it."""
+        kind = class_of(self.model_type.removeprefix(OURS))
+        known = {*inspect.signature(kind.__init__).parameters, "model_type", "id2label", *FOR_TIMM}
+        known -= set() if self.names() else {"id2label"}
+        held = {**super().to_diff_dict(), "num_classes": self.num_labels}
+        return {key: value for key, value in held.items() if key in known}
+
+    def names(self) -> list[str]:
+        """Of the classes; none where transformers knows none, and says LABEL_0."""
+        labels: Any = self.id2label or {}  # by numbers, whatever transformers declares
+        names = [labels[i] for i in range(len(labels))]
+        return [] if names == [f"LABEL_{i}" for i in range(len(names))] else names
 
     def arguments(self, kind: type[HubModel]) -> dict[str, Any]:
         """Those of ``kind`` that are given here; as many classes as there are labels."""
@@ -108,8 +122,7 @@ class _Model(PreTrainedModel):
         others may hold a part of the weights, or none."""
         if not kwargs.get("is_main_process", True):
             return
-        names = [self.config.id2label[i] for i in range(self.config.num_labels)]
-        if names != [f"LABEL_{i}" for i in range(len(names))]:  # what transformers says where it knows none
+        if names := self.config.names():
             self.model.name_classes(names)
         state = {
             name.removeprefix("model."): tensor

@@ -49,6 +49,26 @@ def test_a_classifier_gives_our_logits() -> None:
 
 
 @pytest.mark.parametrize("source", [SWIN, UPERNET])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_config_saved_by_transformers_is_read(source: str, named: bool, tmp_path: Path) -> None:
+    """Else config.save_pretrained, after a class got another name, makes the model beside it unreadable."""
+    model = from_pretrained(source)
+    model.class_names = model.class_names if named else ()
+    model.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    names = model.class_names
+    if named:
+        config.id2label[1], names = "première", (names[0], "première", *names[2:])
+    config.save_pretrained(tmp_path)
+    again = from_pretrained(str(tmp_path))
+    assert again.config == model.config
+    assert again.class_names == names
+    assert transformers.AutoConfig.from_pretrained(tmp_path).id2label == config.id2label
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored.get("architecture") == model.timm_config().get("architecture")
+
+
+@pytest.mark.parametrize("source", [SWIN, UPERNET])
 def test_images_of_opencv_are_taken(source: str) -> None:
     """Its colours are turned round by image[..., ::-1], which torch refuses to read."""
     colours = torch.randint(0, 256, (48, 40, 3), dtype=torch.uint8).numpy()

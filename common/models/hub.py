@@ -29,8 +29,8 @@ from ..ops.ahead import compile_kernels
 from .configs import MAX_JSON, StoredInput, check_names, check_types, read_config, read_fields
 from .weights import check_state, load_weights, read_header, without
 
-__all__ = ["CONFIG_NAME", "OURS", "PREPROCESSOR_NAME", "WEIGHTS_NAME", "HubModel", "StoredInput", "compile_options",
-           "embedded", "has_config", "read_config", "read_fields", "read_input", "resolve_file",
+__all__ = ["CONFIG_NAME", "FOR_TIMM", "OURS", "PREPROCESSOR_NAME", "WEIGHTS_NAME", "HubModel", "StoredInput",
+           "compile_options", "embedded", "has_config", "read_config", "read_fields", "read_input", "resolve_file",
            "upload_directory"]  # fmt: skip
 
 CONFIG_NAME = "config.json"
