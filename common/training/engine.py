@@ -41,7 +41,7 @@ from ..seeding import derive_seed
 from .checkpoints import Progress, latest_checkpoint, load_checkpoint, on_main, save_checkpoint
 from .directory import LOGS, TRAINED, check_directory, locked, set_aside, set_later_aside
 from .guard import FiniteGuard
-from .log import Clock, RunLog
+from .log import Clock, RunLog, check_trackers
 from .recipe import BaseRecipe, RunOptions, parse_command_line
 from .task import Classification, Task
 
@@ -80,7 +80,7 @@ def _accelerator(options: RunOptions) -> Accelerator:
         dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode=options.compile_mode) if options.compile else None,
     )
     try:
-        return check_precision(Accelerator(**settings))
+        return check_trackers(check_precision(Accelerator(**settings)), options.report_to)
     except ValueError as error:  # a precision, a tracker or a set of processes that is not available here
         raise ValueError(f"Accelerate cannot be set up: {error}") from error
 

@@ -13,7 +13,15 @@ from tqdm.auto import tqdm
 from ..evaluation.plots import read_log
 from .checkpoints import Progress
 
-__all__ = ["Clock", "RunLog"]
+__all__ = ["Clock", "RunLog", "check_trackers"]
+
+
+def check_trackers(accelerator: Accelerator, report_to: str) -> Accelerator:
+    """``accelerator``, or a ValueError if it leaves out a tracker that is asked for: one that is not installed."""
+    found = {str(tracker) for tracker in accelerator.log_with}
+    if missing := [name for name in report_to.split(",") if name not in found | {"all", "none"}]:
+        raise ValueError(f"--report_to {', '.join(missing)}: not installed here; install it, or name another, or none")
+    return accelerator
 
 
 class Clock:

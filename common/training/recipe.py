@@ -117,9 +117,11 @@ LEAST: Mapping[str, float] = {
     **dict.fromkeys(("epochs", "steps", "lr_batch", "warmup_epochs", "warmup_steps", "warmup_lr", "min_lr",
                      "weight_decay", "betas", "clip_grad", "drop_path", "ema_decay", "seed", "label_smoothing", "mixup",
                      "cutmix", "shift", "erase", "cpu_threads", "dataloader_num_workers", "eval_every",
-                     "checkpointing_steps", "checkpointing_minutes", "max_skipped", "auxiliary", "multiple"), 0),
+                     "checkpointing_steps", "checkpointing_minutes", "max_skipped", "auxiliary", "multiple", "scale"),
+                    0),
 }  # fmt: skip
-BELOW: Mapping[str, float] = {**dict.fromkeys(("betas", "drop_path", "ema_decay", "label_smoothing"), 1), "seed": 2**32}
+BELOW: Mapping[str, float] = {**dict.fromkeys(("betas", "drop_path", "ema_decay", "label_smoothing", "scale"), 1),
+                              "seed": 2**32}  # fmt: skip
 """Bounds of flags: else a number that makes no sense fails far from here, or trains something else."""
 
 R = TypeVar("R", bound=BaseRecipe)
@@ -191,6 +193,11 @@ def parse_command_line(recipes: Mapping[str, R], default: str, arguments: Sequen
         if least is not None and not all(least <= number < below for number in numbers):
             bound = f" and below {below}" if below < math.inf else ""
             parser.error(f"argument --{key}: {_shown(tuple(numbers))} is not at least {least:g}{bound}")
+    for length, steps in (("epochs", "steps"), ("warmup_epochs", "warmup_steps")):
+        if length in chosen:  # else the recipe's own steps would count, and the flag would not
+            chosen.setdefault(steps, 0)
+    if "compile_mode" in chosen and not chosen.get("compile"):
+        parser.error("argument --compile_mode: nothing is compiled without --compile")
     name, adapt, model_args = chosen.pop("recipe"), chosen.pop("adapt"), parse_arguments(chosen.pop("model_args"))
     chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
     run_names = {f.name for f in dataclasses.fields(RunOptions)}

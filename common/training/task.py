@@ -59,6 +59,10 @@ class Task(ABC, Generic[R]):
         recipe = self.recipe
         if recipe.drop_path is not None:
             arguments["drop_path_rate"] = recipe.drop_path
+        for name in sorted(arguments.keys() & recipe.model_args.keys()):
+            flag = {"drop_path_rate": "drop_path", "img_size": "size"}[name]
+            raise ValueError(f"--model_args {name}={recipe.model_args[name]} would have no effect beside the recipe's "
+                             f"{flag} of {getattr(recipe, flag)}: change that one, by --{flag}")  # fmt: skip
         return create_model(recipe.model, **{"num_classes": classes, **recipe.model_args, **arguments})
 
     @abstractmethod
