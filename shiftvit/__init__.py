@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("common", "cvt", "mvitv2", "scripts", "segmentation", "shiftvit", "swin", "swinv2")
 WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: \w+|exited unexpectedly)")
 PEER = re.compile(r"gloo.*(Connection closed|Connection reset|Broken pipe)|ncclRemoteError", re.I | re.S)
+CAUGHT = re.compile(r'Caught \w+ in DataLoader worker process .*\n  File "([^"]+)", line \d+, in [^\n]+\n'
+                    r"    (raise[^\n]*)\n(?:    [^\n]*\n)*[\w.]+: (.*)", re.S)  # fmt: skip
 PATIENCE = 5.0  # seconds that a process waits for the first one to say what is wrong
 
 
@@ -45,7 +47,7 @@ def run(main: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
     try:
         main(*arguments, **keywords)
     except (FloatingPointError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        other = death(error)
+        other = death(error) or _caught(error)
         if os.environ.get("SHIFTVIT_TRACEBACK") or not (other or isinstance(error, OSError) or _ours(error)):
             raise
         from tqdm import tqdm  # its bar may stand in the line
@@ -90,9 +92,18 @@ def _line(message: str) -> str:
 def _ours(error: BaseException) -> bool:
     """Whether a statement ``raise`` of our own raised it; what Python or torch raise in our lines is a bug."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    path = Path(last.filename).resolve()
-    inside = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
-    return inside and (last.line or "").startswith("raise ")
+    return _raised(last.filename, last.line or "")
+
+
+def _raised(file: str, line: str) -> bool:
+    path = Path(file).resolve()
+    return path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES and line.startswith("raise ")
+
+
+def _caught(error: BaseException) -> str:
+    """What a statement ``raise`` of our own said in a worker of the loader: torch hands on its traceback as text."""
+    match = CAUGHT.match(str(error))
+    return match[3] if match and _raised(match[1], match[2]) else ""
 
 
 check_ours("common")

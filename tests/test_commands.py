@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState
 from conftest import ROOT
+from PIL import Image
+from torch.utils.data import DataLoader
 
 import shiftvit
 from common.training.directory import acquire, release
@@ -147,6 +149,7 @@ def test_mistakes_end_a_training_in_one_line(flags: str, fails: Callable[..., li
     ("cvt/reproduce.py --scale smoke --output_dir NULL", "reproduce.py: error: /dev/null/smoke/"),
     ("swin/evaluate.py --model NULL --batch_size 0", "argument --batch_size: 0 is not a positive whole number"),
     ("swin/evaluate.py --model a_swin_micro --metrics top2", "evaluate.py: error: unknown metric 'top2': choose among"),
+    ("swin/evaluate.py --model a_swin_micro --model_args num_classes=3", "3 classes, but the data have 10"),
     ("swin/evaluate.py --model timm:nonsense", "evaluate.py: error: timm:nonsense cannot be loaded"),
     ("swin/evaluate.py --model swin/checkpoints/swin_micro --limit 4 --resize 16", "cannot be resized to 16 and then"),
     ("scripts/predict.py --model owner/name NULL", "predict.py: error: "),  # an OSError that a library raises
@@ -209,6 +212,32 @@ def test_what_python_raises_in_a_line_of_ours_is_a_bug() -> None:
     code = compile("len(5)", str(ROOT / "common" / "grid.py"), "exec")
     with pytest.raises(TypeError, match="has no len"):
         shiftvit.run(exec, code)
+
+
+@pytest.mark.parametrize("script", ["swin/train.py", "swin/evaluate.py"])
+def test_a_broken_image_is_named_in_one_line(script: str, fails: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Also where a worker of the loader reads it, of which torch raises the traceback as text."""
+    for part in ("train", "val"):
+        (tmp_path / part / "only").mkdir(parents=True)
+        for i in range(4):
+            Image.new("RGB", (100, 110)).save(tmp_path / part / "only" / f"{i}.png")
+        (tmp_path / part / "only" / "2.png").write_bytes(b"no image\nat all")
+    flags = {"swin/train.py": f"--batch_size 4 --report_to none --output_dir {tmp_path / 'run'}",
+             "swin/evaluate.py": "--model a_swin_micro"}[script]  # fmt: skip
+    (line,) = (line for line in fails(script, "--data", str(tmp_path), "--dataloader_num_workers", "1", *flags.split())
+               if "error" in line)  # fmt: skip
+    assert f"{Path(script).name}: error: {tmp_path}/" in line  # behind what clears the bar
+    assert "2.png is not a readable image (no image in a format that Pillow reads): repair or drop it" in line
+
+
+def test_what_nobody_expected_in_a_worker_keeps_its_traceback() -> None:
+    with pytest.raises(ValueError, match="Original Traceback") as end:
+        shiftvit.run(list, DataLoader([1], collate_fn=_broken, num_workers=1))
+    assert shiftvit._caught(end.value) == ""
+
+
+def _broken(_: Any) -> None:
+    int("no number")
 
 
 @pytest.mark.slow

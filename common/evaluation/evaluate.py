@@ -207,7 +207,7 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
     if source.startswith("timm:"):
         model, preprocess = from_timm(source.removeprefix("timm:"), **arguments)
     elif source in list_models():
-        model = create_model(source, num_classes=classes, **arguments)
+        model = create_model(source, **{"num_classes": classes, **arguments})
         warn_of_fresh_weights(source)
         preprocess = Preprocess(size=model.img_size)
     else:
