@@ -138,7 +138,8 @@ def run(family: str, variant: str, seed: int, args: argparse.Namespace) -> None:
     if "stopped_at" in results:  # by a signal, which is meant for all runs
         raise KeyboardInterrupt
     write_json(args.output_dir / f"{name_of(family, variant, seed)}.json",
-               {"family": family, "variant": variant, "seed": seed, "limit": args.limit, **results})  # fmt: skip
+               {"family": family, "variant": variant, "seed": seed, "limit": args.limit, "data": Path(args.data).name,
+                **results})  # fmt: skip
 
 
 def name_of(family: str, variant: str, seed: int) -> str:
@@ -166,9 +167,11 @@ def work(queue: Any, args: argparse.Namespace, until: float) -> None:
 
 
 def finished(path: Path, asked: dict[str, Any]) -> bool:
-    """Whether this is the result of a run as it is asked for: of so many epochs and images, in this precision."""
+    """Whether this is the result of a run as it is asked for: of these data (older results do not say which), of so
+    many epochs and images, in this precision."""
     result = json.loads(path.read_text()) if path.exists() else {}
-    return "variant" in result and all(result.get(key) == value for key, value in asked.items())
+    known = {"data": asked.get("data"), **result}
+    return "variant" in result and all(known.get(key) == value for key, value in asked.items())
 
 
 def summary(directory: Path, asked: dict[str, Any]) -> list[dict[str, Any]]:
@@ -228,7 +231,8 @@ def main() -> None:
         load_data(args.data)  # now: else every run fails, in a log of its own
     context = mp.get_context("spawn")
     queue, missing = context.Queue(), list[Path]()
-    asked = {"epochs": args.epochs, "limit": args.limit, "precision": args.mixed_precision}
+    data = Path(args.data).name  # wherever the folder is
+    asked = {"data": data, "epochs": args.epochs, "limit": args.limit, "precision": args.mixed_precision}
     for variant in args.variants:
         for family in args.families:
             paths = {seed: args.output_dir / f"{name_of(family, variant, seed)}.json" for seed in args.seeds}

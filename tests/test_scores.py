@@ -109,6 +109,16 @@ def test_runs_of_a_study_that_fail_are_told(tmp_path: Path, monkeypatch: pytest.
     assert len(started) == 6
 
 
+def test_a_study_of_other_data_begins_anew(tmp_path: Path) -> None:
+    """Else its table shows what was measured on other images."""
+    finished, path = runpy.run_path(str(ROOT / "scripts" / "score_study.py"))["finished"], tmp_path / "run.json"
+    asked = {"data": "cifar10", "epochs": 12, "limit": None, "precision": "bf16"}
+    result = {"variant": "fixed", "epochs": 12, "limit": None, "precision": "bf16"}
+    for told, same in (({}, True), ({"data": "cifar10"}, True), ({"data": "digits"}, False), ({"limit": 8}, False)):
+        path.write_text(json.dumps(result | told))
+        assert finished(path, asked) is same
+
+
 def test_gaps_in_bf16_are_of_bf16(tmp_path: Path, train_digits: Callable[..., dict[str, Any]]) -> None:
     """Else the study of a training in float32 or fp16 shows the gaps of that precision under the name of another."""
     study = runpy.run_path(str(ROOT / "scripts" / "score_study.py"))["Study"]
