@@ -22,7 +22,7 @@ from common.kernels import (
 from common.models.registry import create_model
 from common.ops.depthwise import _depthwise, depthwise
 from common.ops.pooling import circular_max, pool_heads
-from common.ops.roll import _CircularPad, convolve, roll
+from common.ops.roll import _CircularPad, circular_pad, convolve, roll
 from common.ops.weights import normed_kernel_weights
 from mvitv2.model import PoolingAttention
 
@@ -177,6 +177,21 @@ def test_circular_padding_by_index(pad: tuple[int, int, int, int]) -> None:
     (grad,), (wanted,) = (torch.autograd.grad(y, x, upstream) for y in (padded, expected))
     assert torch.allclose(grad, wanted, atol=1e-14)
     assert torch.autograd.gradgradcheck(lambda t: _CircularPad.apply(t, pad).pow(3), x)
+
+
+@pytest.mark.parametrize("pad", [(5, 6, 0, 1), (0, 0, 7, 2), (3, 3, 3, 3)])
+def test_circular_padding_goes_around_as_often_as_it_must(pad: tuple[int, int, int, int]) -> None:
+    """A wide kernel on a grid of few tokens: what F.pad refuses, and a GPU would take the gradient of by halves."""
+    x = torch.randn(2, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    left, right, top, bottom = pad
+    tiled = x.repeat(1, 1, 9, 9)[..., 8 - top : 10 + bottom, 8 - left : 12 + right]
+    padded = circular_pad(x, pad)
+    with torch.no_grad():
+        assert torch.equal(circular_pad(x, pad), tiled)
+    assert torch.equal(padded, tiled)
+    upstream = torch.randn_like(tiled)
+    (grad,), (wanted,) = (torch.autograd.grad(y, x, upstream) for y in (padded, tiled))
+    assert torch.allclose(grad, wanted, atol=1e-14)
 
 
 @pytest.mark.parametrize("mode", ["zeros", "circular"])

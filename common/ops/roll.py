@@ -99,11 +99,7 @@ class _CircularPad(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, pad: tuple[int, int, int, int]) -> Tensor:
-        left, right, top, bottom = pad
-        height, width = x.shape[-2:]
-        rows = torch.arange(-top, height + bottom, device=x.device) % height
-        columns = torch.arange(-left, width + right, device=x.device) % width
-        return x[..., rows[:, None], columns]
+        return _around(x, pad)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -119,10 +115,20 @@ class _CircularPad(torch.autograd.Function):
         return grad, None
 
 
+def _around(x: Tensor, pad: tuple[int, int, int, int]) -> Tensor:
+    left, right, top, bottom = pad
+    height, width = x.shape[-2:]
+    rows = torch.arange(-top, height + bottom, device=x.device) % height
+    columns = torch.arange(-left, width + right, device=x.device) % width
+    return x[..., rows[:, None], columns]
+
+
 def circular_pad(x: Tensor, pad: tuple[int, int, int, int]) -> Tensor:
     """Pad (B, C, H, W) with its own opposite side; ``pad`` is (left, right, top, bottom) as in ``F.pad``."""
     if not any(pad):
         return x
+    if max(pad[:2]) > x.shape[-1] or max(pad[2:]) > x.shape[-2]:  # around more than once, as no other way goes
+        return _around(x, pad)
     if x.is_cuda:
         return _CircularPad.apply(x, pad)
     if torch.is_grad_enabled():  # on a CPU, convolutions learn faster where F.pad has put channels apart,
