@@ -1,5 +1,6 @@
 """Flags of training that would be read and have no effect: they have one, or are refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,15 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch:
         check_trackers(accelerator, known)
     with pytest.raises(ValueError, match="--report_to wandb, aim: not installed here"):
         check_trackers(accelerator, "wandb,tensorboard,aim")
+
+
+@pytest.mark.parametrize(("size", "parts"), [(15, 1), (6, 2)])
+def test_batches_that_cannot_be_mixed_are_refused_at_once(size: int, parts: int, tmp_path: Path,
+                                                          train_digits: Callable[..., Any]) -> None:  # fmt: skip
+    """At the first step an earlier run was set aside already."""
+    train_digits(tmp_path, "--steps", "1")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    flags = ("--batch_size", str(size), "--gradient_accumulation_steps", str(parts))
+    with pytest.raises(ValueError, match=f"pair the images of a batch, but {size // parts} per process and step is"):
+        train_digits(tmp_path, "--overwrite_output_dir", "--mixup", "0.8", *flags)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

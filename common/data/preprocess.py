@@ -210,11 +210,15 @@ class Mixing:
                          num_classes=num_classes)  # fmt: skip
 
     def __call__(self, images: Tensor, labels: Tensor, *seeds: int) -> tuple[Tensor, Tensor]:
-        if len(images) % 2:
-            raise ValueError(f"mixup and cutmix pair the images of a batch, but {len(images)} per process and step is "
-                             "odd: choose another --batch_size, or --mixup 0 --cutmix 0")  # fmt: skip
+        self.check(len(images))
         with seeded(derive_seed(*seeds)):
             return self.mix(images.contiguous(), labels)
+
+    def check(self, count: int) -> None:
+        """Raise unless so many images can be paired."""
+        if count % 2:
+            raise ValueError(f"mixup and cutmix pair the images of a batch, but {count} per process and step is odd: "
+                             "choose another --batch_size, or --mixup 0 --cutmix 0")  # fmt: skip
 
 
 def check_finite(images: Tensor, where: str) -> None:

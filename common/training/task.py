@@ -160,6 +160,9 @@ class Classification(Task[Recipe]):
         self.test_split = test.to(accelerator.device)
         self.mixing = Mixing(mixup=recipe.mixup, cutmix=recipe.cutmix, label_smoothing=recipe.label_smoothing,
                              num_classes=len(train.classes)) if recipe.mixup or recipe.cutmix else None  # fmt: skip
+        part, rest = divmod(recipe.batch_size, accelerator.num_processes * accelerator.gradient_accumulation_steps)
+        if self.mixing is not None and not rest:  # now: else an earlier run is set aside for nothing
+            self.mixing.check(part)
 
     def read(self) -> tuple[Split, Split]:
         load: Callable[..., tuple[Split, Split]] = load_stream if self.options.streaming else load_data
