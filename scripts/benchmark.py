@@ -128,6 +128,8 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--profile", metavar="DIR", help="write the largest kernels of each contender there, as text")
     parser.add_argument("--json", metavar="FILE", help="written anew after every section")
     args = parser.parse_args(arguments)
+    if args.compile_mode and not (args.compile or args.preset):
+        parser.error("argument --compile_mode: nothing is compiled without --compile")
     args.models = [*args.contenders, *args.models]
     return args
 

@@ -156,11 +156,11 @@ def rows_of(prefix: str) -> list[tuple[str, BaseRecipe]]:
 
 
 def matches(run: dict[str, Any], name: str, recipe: BaseRecipe) -> bool:
-    """Whether a run is of this row: the same recipe and settings. Its length may differ, and is told."""
+    """Whether a run is of this row: the same recipe and settings, all images. Its length may differ, and is told."""
     settings = json.loads(json.dumps(recipe.settings()))
     defaults = json.loads(json.dumps(type(recipe)(model="").settings()))  # of what a run does not say
     same = (run["settings"].get(key, defaults[key]) == settings[key] for key in settings if key not in LENGTH)
-    return run["recipe"] == name and all(same)
+    return run["recipe"] == name and not run.get("limit") and all(same)
 
 
 def longest(runs: list[dict[str, Any]], name: str, recipe: BaseRecipe) -> list[dict[str, Any]]:

@@ -193,6 +193,7 @@ def test_a_run_lands_in_the_row_of_its_recipe_and_arguments() -> None:
     assert not landed(run("cifar10", model_args={}))
     assert landed(run("cifar10_ours", seed=3)) == ["cifar10_ours"]
     assert not landed(run("cifar10", batch_size=256))
+    assert not landed(run("cifar10") | {"limit": 2000})
     assert not landed(run("cifar10_default", mixup=0.0))
     old = run("cifar10_default")
     del old["settings"]["mixup"]  # of a run before there was such a setting
