@@ -55,6 +55,19 @@ def test_what_is_no_stream_is_not_asked_of_the_hub(name: str, monkeypatch: pytes
         load_stream(name)
 
 
+def test_folders_of_one_split_are_not_taken_for_all_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else dogs are class 0 where the test images show no cat."""
+    import datasets
+
+    for part, name in (("train", "cat"), ("train", "dog"), ("test", "dog")):
+        (tmp_path / part / name).mkdir(parents=True)
+        (tmp_path / part / name / "0.png").write_bytes(encode(0))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("common.data.sources.is_hub_id", lambda name: True)
+    test = load_evaluation(str(tmp_path))
+    assert (test.classes, test.labels.tolist()) == (("cat", "dog"), [1])
+
+
 def test_streams_of_image_files(tmp_path: Path) -> None:
     """As repositories on the Hub hold them: a stream has an address for each, not its bytes."""
     import datasets

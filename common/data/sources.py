@@ -67,7 +67,7 @@ def load_evaluation(name: str, skip_broken: bool = False, split: str | None = No
     that split. Of the Hub's data sets that name their classes no other is fetched."""
     folder, evaluated = Path(name), (split,) if split else EVALUATION_SPLITS
     if is_hub_id(name):
-        found, part = load_hub_split(name, evaluated)
+        found, part = load_hub_split(name, evaluated, folders=False)
         if not hasattr(found.features[find_column(found.column_names, LABEL_COLUMNS, name)], "names"):
             return load_data(name, skip_broken, split)[1]
         test, known = from_dataset(found, f"{name} ({part})", skip_broken), KNOWN.get(name.partition("@")[0])
@@ -132,18 +132,20 @@ def load_hub(name: str, skip_broken: bool = False,
     return same_classes(train, test, name)
 
 
-def load_hub_split(name: str, among: Sequence[str]) -> tuple[Any, str]:
+def load_hub_split(name: str, among: Sequence[str], folders: bool = True) -> tuple[Any, str]:
     """The first split of a Hub dataset that goes by one of ``among``, and that name. Its files alone are fetched;
-    ``load_dataset`` by itself fetches those of all splits, whichever it is asked for."""
+    ``load_dataset`` by itself fetches those of all splits, whichever it is asked for. Not ``folders``: so it is where
+    folders may name the classes, as those of one split may not be all."""
     datasets = import_datasets(name)
     repository, _, revision = name.partition("@")
     with reaching(name):
         builder = datasets.load_dataset_builder(repository, revision=revision or None)
         files = {str(split): list(where) for split, where in (builder.config.data_files or {}).items()}
-        if not files:  # without a connection: the whole data set, from the cache
+        part = held_out(files, name, among) if files else ""  # none without a connection: what is cached, is whole
+        named = builder.info.features or all(file.endswith(".parquet") for file in files.get(part, ()))
+        if not files or not (folders or named):
             found = datasets.load_dataset(repository, revision=revision or None)
             return found[part := held_out(found, name, among)], part
-        part = held_out(files, name, among)
         # what the card says of other splits is not checked
         return datasets.load_dataset(repository, revision=revision or None, data_files={part: files[part]}, split=part,
                                      features=builder.info.features, verification_mode="no_checks"), part  # fmt: skip
