@@ -48,19 +48,28 @@ def anchored(stride: int, dims: tuple[int, int] = (-2, -1)) -> Action:
     return action
 
 
-@torch.no_grad()
 def shift_error(f: Callable[[Tensor], Any], x: Tensor, shift: tuple[int, int], action: Action = invariant) -> float:
     """Relative error ||expected - got|| / ||expected|| of ``f`` on images (B, C, H, W) rolled by ``shift``."""
-    offset = torch.tensor(shift, device=x.device).expand(len(x), 2)
-    expected, got = action(f(x), f(roll(x, offset)), offset)
-    return ((expected - got).double().norm() / expected.double().norm().clamp_min(1e-300)).item()
+    return _errors(f, x, [shift], action)[shift]
+
+
+@torch.no_grad()
+def _errors(f: Callable[[Tensor], Any], x: Tensor, shifts: Iterable[tuple[int, int]],
+            action: Action) -> dict[tuple[int, int], float]:  # fmt: skip
+    y, errors = f(x), dict[tuple[int, int], float]()
+    for shift in shifts:
+        offset = torch.tensor(shift, device=x.device).expand(len(x), 2)
+        expected, got = action(y, f(roll(x, offset)), offset)
+        error = (expected - got).double().norm() / expected.double().norm().clamp_min(1e-300)
+        errors[shift] = error.item()
+    return errors
 
 
 def assert_shift_equivariant(f: Callable[[Tensor], Any], x: Tensor, shifts: Iterable[tuple[int, int]],
                              action: Action = invariant, tolerance: float | None = None) -> None:  # fmt: skip
     """Raise AssertionError, naming the worst shift, unless ``f`` follows ``action`` for all ``shifts``."""
     tolerance = TOLERANCE[x.dtype] if tolerance is None else tolerance
-    errors = {shift: shift_error(f, x, shift, action) for shift in shifts}
+    errors = _errors(f, x, shifts, action)
     if not errors:
         raise ValueError("no shift to test")
     worst = max(errors, key=lambda shift: errors[shift] if errors[shift] == errors[shift] else float("inf"))
