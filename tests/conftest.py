@@ -4,6 +4,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,9 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="run by test_interpreter.py, in a process of its own"))
 
 
-def patch_once_a_launch() -> None:
-    """Triton's interpreter replaces its language when a kernel is launched, and again for every function that the
-    kernel calls: a third of its time. What is replaced already is left alone."""
+def hasten_interpreter() -> None:
+    """Two thirds of its time are not what kernels compute. It replaces Triton's language when a kernel is launched, and
+    again for every function that the kernel calls: what is replaced already is left alone. It checks every sum and
+    product of integers for overflow, as compiled kernels do not: shapes of tests are far too small for one."""
     from triton import language
     from triton.runtime import interpreter
 
@@ -57,10 +59,12 @@ def patch_once_a_launch() -> None:
         return interpreter._LangPatchScope() if replaced else patch(function)
 
     interpreter._patch_lang = patch_what_is_left
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 if kernels.INTERPRETED:
-    patch_once_a_launch()
+    hasten_interpreter()
 
 
 @pytest.fixture(autouse=True)
