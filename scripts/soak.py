@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ TORN = {
 
 
 class Soak:
-    """A directory with an undisturbed run, and what it takes to start others."""
+    """A directory with an undisturbed run, made when it is asked for, and what it takes to start others."""
 
     def __init__(self, directory: Path, kills: int, seed: int, *more: str, drop_path: str = "0.1") -> None:
         self.directory, self.kills, self.rng = directory, kills, random.Random(seed)
@@ -67,8 +68,13 @@ class Soak:
         self.flags = ["--model", "swin_micro", "--limit", "64", "--batch_size", "16", "--steps", str(self.steps),
                       "--checkpointing_steps", "1", "--eval_every", "5", "--metrics", "top1", "--report_to", "none",
                       "--drop_path", drop_path, "--ema_decay", "0.9", *more]  # fmt: skip
-        self.reference = directory / "undisturbed"
-        self.finish(self.reference)
+
+    @cached_property
+    def reference(self) -> Path:
+        """The undisturbed run's directory."""
+        output = self.directory / "undisturbed"
+        self.finish(output)
+        return output
 
     def start(self, output: Path, *more: str, prepare: Callable[[], Any] = lambda: None) -> BaseProcess:
         """A run in a process of its own; what it says goes to ``output.txt`` beside its directory."""
@@ -331,9 +337,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     rows, failed = [], False
-    with tempfile.TemporaryDirectory() as directory, tqdm(total=args.kills + len(DISTURBANCES) + 1) as bar:
+    with tempfile.TemporaryDirectory() as directory, tqdm(total=args.kills + len(DISTURBANCES)) as bar:
         soak = Soak(Path(directory), args.kills, args.seed)
-        bar.update()
         for name, disturb in {"kills": killed, **DISTURBANCES}.items():
             try:
                 outcome = disturb(soak, bar) if disturb is killed else disturb(soak)  # type: ignore[operator]

@@ -40,7 +40,7 @@ def test_each_disturbance_begins_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     soak = runpy.run_path(str(ROOT / "scripts/soak.py"))["Soak"]
     monkeypatch.setattr(soak, "finish", lambda self, output: output.mkdir())
     for _ in range(2):
-        soak(tmp_path / "large", 0, 0)
+        assert soak(tmp_path / "large", 0, 0).reference.is_dir()
 
 
 def test_deaths_are_told_from_other_errors() -> None:
