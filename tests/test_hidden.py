@@ -12,9 +12,9 @@ from conftest import ROOT
 @pytest.mark.parametrize(("file", "command"), [
     ("common/__init__.py", ["-c", "import swin"]),
     ("common.py", [str(ROOT / "swin" / "train.py"), "--help"]),
-    ("cvt.py", ["-c", "import common; common.create_model('swin_micro')"]),
-    ("segmentation/__init__.py", ["-c", "import common; common.list_models()"]),
-    ("segmentation/__init__.py", [str(ROOT / "scripts" / "predict.py"), "--help"]),
+    pytest.param("cvt.py", ["-c", "import common; common.create_model('swin_micro')"], marks=pytest.mark.slow),
+    pytest.param("segmentation/__init__.py", ["-c", "import common; common.list_models()"], marks=pytest.mark.slow),
+    pytest.param("segmentation/__init__.py", [str(ROOT / "scripts" / "predict.py"), "--help"], marks=pytest.mark.slow),
     ("segmentation.py", ["-m", "shiftvit", "app", "--help"]),
     ("segmentation.py", [str(ROOT / "segmentation" / "train.py"), "--help"]),
 ])  # fmt: skip
@@ -29,6 +29,7 @@ def test_what_hides_ours_is_named(file: str, command: list[str], tmp_path: Path)
     assert f"ImportError: {path} hides the package" in done.stderr, done.stderr[-1000:]
 
 
+@pytest.mark.slow
 def test_a_package_of_that_name_may_be_where_ours_is_not_used(tmp_path: Path) -> None:
     """Else people with a ``segmentation`` of their own cannot use our classifiers from a tool beside our packages, as
     ``python -m pytest`` is in site-packages."""
