@@ -180,6 +180,20 @@ def _forget_graphs() -> Iterator[None]:
         torch.compiler.reset()
 
 
+SHALLOW: dict[str, dict[str, Any]] = {
+    "swin_micro": {"depths": (2, 1)},
+    "swinv2_micro": {"depths": (2, 1)},
+    "cvt_micro": {"patch_sizes": (7, 3), "patch_strides": (4, 2), "patch_paddings": (2, 1), "embed_dims": (32, 64),
+                  "depths": (1, 1), "num_heads": (1, 2)},
+    "mvitv2_micro": {"depths": (1, 1), "stride_q": (1, 2)},
+}  # fmt: skip
+"""Every kind of layer, once: what a compiler takes grows with their number."""
+
+
+def shallow(name: str) -> dict[str, Any]:
+    return SHALLOW[name.removeprefix("a_")]
+
+
 class Uninitialised(TorchFunctionMode):
     """Models with zeros in place of the random numbers that they begin with, which take most of the time to build them:
     for tests that ``randomize`` them. Torch draws until all numbers are in range: memory as it comes would not do."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_targets import CARDS, anywhere
-from conftest import ROOT, interpreted, randomize
+from conftest import ROOT, interpreted, randomize, shallow
 from torch import Tensor, nn
 
 from common import create_model, kernels
@@ -227,8 +227,7 @@ def test_a_graph_has_no_kernel_that_fails(monkeypatch: pytest.MonkeyPatch, name:
         return graph
 
     torch.compiler.reset()
-    shallow = {"depths": (1, 1, 1)} if name in ("a_cvt_micro", "a_mvitv2_micro") else {}  # as many kinds of layers
-    model = randomize(create_model(name, **shallow)).train(training)
+    model = randomize(create_model(name, **shallow(name))).train(training)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     x, generator = torch.randn(2, 3, *model.img_size), torch.get_rng_state()
     with torch.set_grad_enabled(training), rule.reference():
