@@ -93,7 +93,7 @@ class _Model(PreTrainedModel):
         self.model: Any = self.kind(**config.arguments(self.kind)) if model is None else model
 
     @classmethod
-    def from_pretrained(cls, source: str | os.PathLike[str], *, config: Any = None,  # type: ignore[override]
+    def from_pretrained(cls, source: str | os.PathLike[str], *, config: Any = None,
                         dtype: Any = None, **kwargs: Any) -> "_Model":  # fmt: skip
         hub = {key: kwargs.pop(key) for key in HUB if key in kwargs}
         dtype = kwargs.pop("torch_dtype", None) if dtype is None else dtype  # its name in older code
@@ -116,7 +116,7 @@ class _Model(PreTrainedModel):
         state = {f"model.{name}": tensor for name, tensor in state_dict.items()} if ours else state_dict
         return super().load_state_dict(state, *args, **kwargs)
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str],  # type: ignore[override]
+    def save_pretrained(self, save_directory: str | os.PathLike[str],
                         state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:  # fmt: skip
         """As ``common`` saves a model: the same files. Of several processes the first, as ``is_main_process`` says; the
         others may hold a part of the weights, or none."""
@@ -180,12 +180,12 @@ class _Processor(BaseImageProcessor):
         self.preprocessing = preprocess
 
     @classmethod
-    def from_pretrained(cls, source: str | os.PathLike[str], **kwargs: Any) -> "_Processor":  # type: ignore[override]
+    def from_pretrained(cls, source: str | os.PathLike[str], **kwargs: Any) -> "_Processor":
         hub = {key: kwargs.pop(key) for key in HUB if key in kwargs}
         _refuse(kwargs, "save the model with another preprocessor_config.json")
         return cls(cls.kind.load(resolve_file(source, PREPROCESSOR_NAME, **hub)))
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:  # type: ignore[override]
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         self.preprocessing.save(Path(save_directory))
 
