@@ -1,9 +1,7 @@
 """The family of scores: whatever an anchor looks at, the model stays exact. Else users lose the point of it all."""
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -127,13 +125,11 @@ def test_gaps_in_bf16_are_of_bf16(tmp_path: Path, train_digits: Callable[..., di
 
 
 @pytest.mark.slow
-def test_the_study_writes_its_table(tmp_path: Path) -> None:
+def test_the_study_writes_its_table(tmp_path: Path, call: Callable[..., None]) -> None:
     """Else nobody can run it again: every run would end without a result."""
-    command = [sys.executable, str(ROOT / "scripts" / "score_study.py"), "--data", "digits", "--families", "swin"]
-    command += ["--variants", "fixed", "--seeds", "0", "--epochs", "1", "--limit", "32", "--jobs", "1"]
-    command += ["--mixed_precision", "no", "--output_dir", str(tmp_path), "--json", str(tmp_path / "table.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    call("scripts/score_study.py", "--data", "digits", "--families", "swin", "--variants", "fixed", "--seeds", "0",
+         "--epochs", "1", "--limit", "32", "--jobs", "1", "--mixed_precision", "no", "--output_dir", str(tmp_path),
+         "--json", str(tmp_path / "table.json"))  # fmt: skip
     logs = [path.read_text()[-2000:] for path in tmp_path.glob("worker-*.log")]
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
-    assert [(row["family"], row["variant"], row["c_cons"]) for row in rows] == [("swin", "fixed", 100.0)], (logs, done)
+    assert [(row["family"], row["variant"], row["c_cons"]) for row in rows] == [("swin", "fixed", 100.0)], logs
