@@ -43,6 +43,8 @@ def to_pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 def check_images(x: Tensor, channels: int) -> None:
     """Raise unless x is a float batch (B, channels, H, W), and can be computed with. Never looks at values."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected a tensor of images (B, {channels}, H, W), got {type(x).__name__}")
     if x.ndim != 4:
         raise ValueError(f"expected images of shape (B, {channels}, H, W), got {tuple(x.shape)}"
                          + (": add a batch dimension with x[None]" if x.ndim == 3 else ""))  # fmt: skip
