@@ -71,9 +71,7 @@ class Soak:
 
     @cached_property
     def reference(self) -> Path:
-        """The undisturbed run's directory."""
-        output = self.directory / "undisturbed"
-        self.finish(output)
+        self.finish(output := self.directory / "undisturbed")
         return output
 
     def start(self, output: Path, *more: str, prepare: Callable[[], Any] = lambda: None) -> BaseProcess:
@@ -107,9 +105,8 @@ class Soak:
         """A run must end at once, and say why."""
         process = self.start(output, *more, prepare=prepare)
         process.join()
-        said = self.said(output)
         assert process.exitcode == 2, f"not refused: ended with {process.exitcode}"
-        assert re.search(rf"error: .*{message}", said), f"another refusal: {said[-500:]}"
+        assert re.search(rf"error: .*{message}", self.said(output)), f"another refusal: {self.said(output)[-500:]}"
 
     def equal(self, output: Path, within: float = 0.0) -> float:
         """How far its weights are from those of the undisturbed run, which must be no more than that."""
@@ -231,9 +228,8 @@ def wait_for(output: Path, count: int, alive: Callable[[], bool]) -> None:
 
 def without_drop_path(soak: Soak) -> Soak:
     """A short run, killed in the middle: parts of a batch draw other random numbers than the whole."""
-    directory = soak.directory / "plain"
-    plain = Soak(directory, 0, 0, drop_path="0")
-    process = plain.started(directory / "middle", 10)
+    plain = Soak(soak.directory / "plain", 0, 0, drop_path="0")
+    process = plain.started(plain.directory / "middle", 10)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     return plain
@@ -241,8 +237,7 @@ def without_drop_path(soak: Soak) -> Soak:
 
 def accumulation(soak: Soak) -> str:
     soak = without_drop_path(soak)
-    output = soak.half_way("accumulated")
-    difference = soak.resumed(output, "--gradient_accumulation_steps", "2", within=ROUNDING)
+    difference = soak.resumed(soak.half_way("accumulated"), "--gradient_accumulation_steps", "2", within=ROUNDING)
     return f"goes on; weights differ by {difference:.1e} (no drop path)"
 
 

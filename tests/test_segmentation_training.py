@@ -133,6 +133,7 @@ def test_scenes_of_many_sizes_train_and_are_measured_at_their_own(tmp_path: Path
     assert results["miou"] == pytest.approx(mean_iou(matrix), abs=1e-9)
 
 
+@pytest.mark.slow
 def test_evaluation_from_the_command_line_draws(reference: Path, tmp_path: Path) -> None:
     """The paper's figure could not be made; the worst case and windows could not be measured."""
     results = evaluate_cli("", ["--model", str(reference), "--compare", "upernet_swin_micro", "--limit", "6",
