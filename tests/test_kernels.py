@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SHALLOW, Uninitialised, interpreted, launches
+from conftest import Uninitialised, interpreted, launches, shallow
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -143,7 +143,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trace(name: str, backend: Callable[..., Any], batch: int, learning: bool = False) -> None:
     with Uninitialised():
-        model = create_model(name, **SHALLOW.get(name.removeprefix("a_"), {})).train(learning)
+        model = create_model(name, **shallow(name)).train(learning)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.inference_mode(not learning), torch.autocast("cpu", torch.bfloat16):
         logits = compiled(torch.zeros(batch, 3, *model.img_size))
