@@ -26,6 +26,15 @@ def test_epochs_count_where_a_recipe_counts_steps() -> None:
     assert (recipe.steps, recipe.warmup_steps) == (7, 3)  # as the help says
 
 
+def test_what_a_recipe_sets_can_be_left_out_again() -> None:
+    """A run without what its recipe names by now could not be repeated by the command of its card."""
+    given = ["--drop_path", "none", "--resize", "none"]
+    for name in ("cifar10", "cifar10_mini"):
+        _, recipe, _ = parse_command_line(RECIPES, "digits", ["--recipe", name, *given])
+        assert RECIPES[name].drop_path is not None
+        assert (recipe.drop_path, recipe.resize) == (None, None)
+
+
 @pytest.mark.parametrize(("flags", "message"), [
     (["--compile_mode", "max-autotune"], "nothing is compiled without --compile"),
     (["--compile_mode", "max-autotune", "--no-compile"], "nothing is compiled without --compile"),

@@ -148,8 +148,8 @@ def command(results: Mapping[str, Any]) -> str:
             words += ["--model_args", *(f"{name}={_word(each)}" for name, each in value.items())]
         elif isinstance(value, bool):
             words.append(f"--{key}" if value else f"--no-{key}")
-        elif value is not None:
-            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+        else:
+            words += [f"--{key}", *map(str, value if isinstance(value, list) else ["none" if value is None else value])]
     words += ["--limit", str(results["limit"])] if results.get("limit") else []
     if results.get("precision", "no") != "no":
         words += ["--mixed_precision", results["precision"]]

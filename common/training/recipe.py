@@ -8,7 +8,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -43,7 +43,7 @@ class BaseRecipe:
     clip_grad: float = 5.0  # norm that gradients are clipped to; 0: no clipping
     layer_decay: float = 1.0  # each layer's learning rate relative to the one after it
     # regularisation
-    drop_path: float | None = None  # rate of stochastic depth; None: the model's own
+    drop_path: float | None = None  # rate of stochastic depth; none: the model's own
     ema_decay: float = 0.0  # decay of an exponential moving average of the weights, lower at first; 0: no average
     # images
     mean: tuple[float, float, float] = IMAGENET_MEAN  # mean of red, green and blue, to normalise images
@@ -71,7 +71,7 @@ class Recipe(BaseRecipe):
     label_smoothing: float = 0.0  # share of each label that is spread over all classes
     mixup: float = 0.0  # alpha of mixup; if cutmix is on, too, each batch gets one of the two
     cutmix: float = 0.0  # alpha of cutmix
-    resize: int | None = None  # side before the centre crop; None: no crop
+    resize: int | None = None  # side before the centre crop; none: no crop
     rotate: float = 0.0  # random rotation by up to this many degrees
     scale: float = 0.0  # random scaling by up to this share
     shift: int = 0  # random standard shifts by up to this many pixels of the model's input, filled with the mean colour
@@ -87,7 +87,7 @@ class RunOptions:
     """How to run a recipe here: what does not change the result in exact arithmetic."""
 
     output_dir: str = "outputs"  # where model, log, results and checkpoints go
-    mixed_precision: str | None = None  # no, fp16 or bf16; None: as `accelerate config` says
+    mixed_precision: str | None = None  # no, fp16 or bf16; none: as `accelerate config` says
     gradient_accumulation_steps: int = 1  # parts that a batch is split into
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     compile: bool = False  # train with torch.compile
@@ -127,12 +127,21 @@ BELOW: Mapping[str, float] = {**dict.fromkeys(("betas", "drop_path", "ema_decay"
 R = TypeVar("R", bound=BaseRecipe)
 
 
+def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    def optional(text: str) -> Any:
+        return None if text == "none" else read(text)
+
+    optional.__name__ = read.__name__  # which errors show
+    return optional
+
+
 def _parser_type(annotation: Any) -> dict[str, Any]:
     """argparse settings for a field's type."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
         (inner,) = (a for a in arguments if a is not type(None))
-        return _parser_type(inner)
+        settings = _parser_type(inner)
+        return settings if "nargs" in settings else {"type": _or_none(settings["type"])}
     if origin is tuple:
         return {"type": arguments[0], "nargs": "+" if arguments[-1] is Ellipsis else len(arguments)}
     if origin is Literal:
@@ -189,7 +198,7 @@ def parse_command_line(recipes: Mapping[str, R], default: str, arguments: Sequen
     chosen = vars(parser.parse_args(arguments))
     for key, value in chosen.items():
         least, below = LEAST.get(key), BELOW.get(key, math.inf)
-        numbers = value if isinstance(value, list) else [value]
+        numbers = [number for number in (value if isinstance(value, list) else [value]) if number is not None]
         if least is not None and not all(least <= number < below for number in numbers):
             bound = f" and below {below}" if below < math.inf else ""
             parser.error(f"argument --{key}: {_shown(tuple(numbers))} is not at least {least:g}{bound}")
