@@ -186,7 +186,7 @@ def _training(results: Mapping[str, Any]) -> str:
     for key in ("data", "epochs", "steps", "batch_size", "lr", "weight_decay", "label_smoothing", "seed"):
         if settings.get(key) or key == "seed":
             rows.append({"setting": key.replace("_", " "), "value": str(settings[key])})
-    for key in ("precision", "processes", "device", "train_seconds"):
+    for key in ("precision", "processes", "device", "train_seconds", "note"):
         if key in results:
             value = "float32" if results[key] == "no" else str(results[key])
             rows.append({"setting": key.replace("_", " "), "value": value})
