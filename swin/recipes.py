@@ -23,8 +23,9 @@ DIGITS = replace(rows.DIGITS, model="a_swin_micro", epochs=75, lr=2e-3, warmup_e
 ``accelerate launch swin/train.py``
 """
 
-CIFAR10_MINI = replace(rows.MINI, model="a_swin_mini")
-"""CIFAR-10 at its own 32 px, a small model of photographs: 100 epochs of 195 steps, minutes on a large GPU.
+CIFAR10_MINI = replace(rows.MINI, model="a_swin_mini", epochs=400, drop_path=0.0)
+"""CIFAR-10 at its own 32 px, a small model of photographs: 400 epochs of 195 steps, 13 minutes on an
+H200 beside five other runs.
 
 ``accelerate launch swin/train.py --recipe cifar10_mini``
 """

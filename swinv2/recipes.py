@@ -16,8 +16,9 @@ DIGITS = replace(rows.DIGITS, model="a_swinv2_micro", epochs=60, lr=4e-3, warmup
 ``accelerate launch swinv2/train.py``
 """
 
-CIFAR10_MINI = replace(rows.MINI, model="a_swinv2_mini")
-"""CIFAR-10 at its own 32 px, a small model of photographs: 100 epochs of 195 steps, minutes on a large GPU.
+CIFAR10_MINI = replace(rows.MINI, model="a_swinv2_mini", epochs=150, drop_path=0.0)
+"""CIFAR-10 at its own 32 px, a small model of photographs: 150 epochs of 195 steps, 7 minutes on an
+H200 beside five other runs.
 
 ``accelerate launch swinv2/train.py --recipe cifar10_mini``
 """
