@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from shiftvit import check_ours
 
 from .hub import CONFIG_NAME, OURS, HubModel, read_config, resolve_file
-from .timm_models import expose, expose_saved
+from .timm_models import expose, expose_saved, finish
 
 __all__ = [
     "MODEL_ARGUMENTS",
@@ -72,8 +72,12 @@ def list_models(pattern: str = "*", exclude_filters: str | Sequence[str] = ()) -
     )
 
 
-def create_model(name: str, **kwargs: Any) -> HubModel:
-    """Build a model with fresh weights; ``kwargs`` override its arguments (num_classes, img_size, ...)."""
+def create_model(name: str, *, features_only: bool = False, out_indices: Any = None, global_pool: str | None = None,
+                 **kwargs: Any) -> HubModel:  # fmt: skip
+    """Build a model with fresh weights; ``kwargs`` override its arguments (num_classes, img_size, ...).
+
+    With ``features_only`` it is timm's module of feature maps, of the stages ``out_indices``, as timm would build it.
+    """
     builders = _builders()
     if kwargs.pop("pretrained", False):  # as in timm
         raise ValueError(f"create_model gives {name!r} fresh weights: for trained ones, from_pretrained(DIRECTORY) or "
@@ -83,11 +87,12 @@ def create_model(name: str, **kwargs: Any) -> HubModel:
         raise ValueError(f"unknown model {name!r}: did you mean {' or '.join(near)}?" if near else
                          f"unknown model {name!r}: list_models() names all {len(builders)}")  # fmt: skip
     try:
-        return builders[name](**kwargs)
+        model = builders[name](**kwargs)
     except (ArithmeticError, RuntimeError, TypeError) as error:  # of Python or torch: they do not name the argument
         if not kwargs:
             raise
         raise TypeError(f"{name} cannot be built with {str(kwargs)[:200]}: {error}") from error
+    return finish(model, features_only, out_indices, global_pool)
 
 
 def from_pretrained(source: str, **kwargs: Any) -> HubModel:

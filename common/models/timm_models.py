@@ -17,7 +17,7 @@ from torch import nn
 from .hub import WEIGHTS_NAME, HubModel, has_config, read_input, resolve_file
 from .weights import load_weights
 
-__all__: list[str] = []
+__all__ = ["expose", "expose_saved", "finish"]
 
 SIZE = ("depths", "embed_dim", "embed_dims")
 """Arguments by which the variants of an architecture are told apart."""
@@ -92,25 +92,39 @@ def _register(name: str, load: Callable[..., HubModel]) -> None:
 
     def entry(pretrained: bool = False, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None,
               cache_dir: str | None = None, features_only: bool = False, out_indices: Any = None,
-              **kwargs: Any) -> nn.Module:  # fmt: skip
+              global_pool: str | None = None, **kwargs: Any) -> nn.Module:  # fmt: skip
         config = pretrained_cfg if isinstance(pretrained_cfg, dict) else getattr(pretrained_cfg, "to_dict", dict)()
         config = {**config, **(pretrained_cfg_overlay or {})}
         model: Any = load(_source(config, cache_dir), pretrained, **kwargs)
         resized = {"input_size", "crop_pct"} if {"img_size", "in_chans"} & kwargs.keys() else set[str]()
         config = {key: value for key, value in config.items() if key not in resized}  # of the model's own size
         model.pretrained_cfg = model.default_cfg = {**model.default_cfg, **config, "architecture": name}
-        if not features_only:
-            return model
-        if model.adaptive:
-            warnings.warn("maps of an adaptive model begin where its anchors chose, not at the corner of the image: to "
-                          "know where, create the whole model and call forward_intermediates(x, return_offsets=True)",
-                          stacklevel=3)  # fmt: skip
-        return FeatureGetterNet(model, out_indices=len(model.feature_info) if out_indices is None else out_indices)
+        return finish(model, features_only, out_indices, global_pool)
 
     entry.__name__ = entry.__qualname__ = name
     entry.__module__ = __name__
     setattr(sys.modules[__name__], name, entry)
     timm.models.register_model(entry)
+
+
+def finish(model: Any, features_only: bool, out_indices: Any, global_pool: str | None) -> Any:
+    """What timm's arguments, which are none of a model's own, ask for: the model, or its maps alone."""
+    if isinstance(getattr(model, "head", None), nn.Module):  # a classifier
+        pool = getattr(getattr(model.head, "global_pool", None), "pool_type", "token")
+        if global_pool not in (None, pool):
+            raise ValueError(f"global_pool is {global_pool!r}, and a model is built and saved with {pool!r} alone: "
+                             "leave it out. reset_classifier(NUM_CLASSES, global_pool=...) changes a built one without "
+                             "a class token; forward_features(x) gives what is not pooled")  # fmt: skip
+    elif features_only or global_pool is not None:
+        raise ValueError("features_only and global_pool are for classifiers: a segmenter's maps are those that "
+                         "model.forward_backbone(x) gives")  # fmt: skip
+    if not features_only:
+        return model
+    if model.adaptive:
+        warnings.warn("maps of an adaptive model begin where its anchors chose, not at the corner of the image: to "
+                      "know where, create the whole model and call forward_intermediates(x, return_offsets=True)",
+                      stacklevel=3)  # fmt: skip
+    return FeatureGetterNet(model, out_indices=len(model.feature_info) if out_indices is None else out_indices)
 
 
 def _source(config: dict[str, Any], cache_dir: str | None) -> Source | None:

@@ -1,0 +1,54 @@
+"""Arguments that people know from timm do here what they do there, or an error names what does."""
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from conftest import randomize
+
+from common import create_model, list_models
+
+CLASSIFIERS = list_models("*_micro", exclude_filters="upernet_*")
+
+
+@pytest.mark.filterwarnings("ignore:maps of an adaptive model")
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_features_are_those_that_timm_would_give(name: str) -> None:
+    """Lost otherwise: a line that works through timm.create_model ends in a TypeError here."""
+    create: Any
+    for out_indices in (None, (0, 1), (-1,)):
+        found = []
+        for create in (create_model, timm.create_model):
+            features = randomize(create(name, features_only=True, out_indices=out_indices, img_size=64)).eval()
+            maps = features(torch.linspace(-1, 1, 2 * 3 * 64 * 64).view(2, 3, 64, 64))
+            found.append((type(features), features.feature_info.channels(), features.feature_info.reduction(), maps))
+        (*ours, our_maps), (*theirs, their_maps) = found
+        assert ours == theirs
+        assert all(map(torch.equal, our_maps, their_maps))
+        assert len(our_maps) == len(their_maps)
+
+
+def test_maps_of_an_adaptive_model_are_told_here_too() -> None:
+    with pytest.warns(UserWarning, match="begin where its anchors chose.*return_offsets=True") as told:
+        create_model("a_swin_micro", features_only=True)
+    assert [warning.filename for warning in told] == [__file__]
+
+
+@pytest.mark.parametrize("create", [create_model, timm.create_model])
+def test_a_pooling_that_no_config_holds_is_refused_with_what_works(create: Any) -> None:
+    """A loaded model would pool in another way than the trained one."""
+    x = torch.zeros(2, 3, 32, 32)
+    assert create("swin_micro", global_pool="avg")(x).shape == create("cvt_micro", global_pool="token")(x).shape
+    for name, pool in (("swin_micro", "max"), ("mvitv2_micro", ""), ("cvt_micro", "avg")):
+        with pytest.raises(ValueError, match=r"global_pool is .* reset_classifier.*forward_features\(x\)"):
+            create(name, global_pool=pool)
+    model: Any = create("swin_micro")
+    model.reset_classifier(5, global_pool="max")
+    assert model(x).shape == (2, 5)
+    assert model.forward_features(x).shape == (2, 4, 4, model.num_features)
+
+
+def test_segmenters_name_their_maps() -> None:
+    with pytest.raises(ValueError, match=r"for classifiers: .* model.forward_backbone\(x\)"):
+        create_model("upernet_swin_micro", features_only=True)
