@@ -1,13 +1,17 @@
 """Arguments that people know from timm do here what they do there, or an error names what does."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-from conftest import randomize
+from conftest import ROOT, randomize
+from timm.data import resolve_model_data_config
+from timm.models import PretrainedCfg
 
-from common import create_model, list_models
+from common import create_model, from_pretrained, list_models
+from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 
 CLASSIFIERS = list_models("*_micro", exclude_filters="upernet_*")
 
@@ -52,3 +56,41 @@ def test_a_pooling_that_no_config_holds_is_refused_with_what_works(create: Any) 
 def test_segmenters_name_their_maps() -> None:
     with pytest.raises(ValueError, match=r"for classifiers: .* model.forward_backbone\(x\)"):
         create_model("upernet_swin_micro", features_only=True)
+
+
+HALF = (0.5, 0.5, 0.5)
+LEVELS = {"mean": HALF, "std": HALF}
+SOURCE = str(ROOT / "swin" / "checkpoints" / "a_swin_micro")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"pretrained_cfg": LEVELS}, {**LEVELS, "resize": 36}),  # timm's crop_pct of 0.875
+        ({"pretrained_cfg": PretrainedCfg(**LEVELS)}, {**LEVELS, "resize": 36}),
+        ({"pretrained_cfg_overlay": {**LEVELS, "crop_pct": 0.5}}, {**LEVELS, "resize": 64}),
+        ({"pretrained": True, "pretrained_cfg": {"file": SOURCE}, "pretrained_cfg_overlay": {"mean": HALF}},
+         {"mean": HALF, "std": (0.35, 0.35, 0.35), "resize": None}),
+        ({"pretrained": True, "pretrained_cfg": PretrainedCfg(file=SOURCE)},
+         {"mean": (0.0, 0.0, 0.0), "std": (0.35, 0.35, 0.35), "resize": None}),
+    ],
+)  # fmt: skip
+def test_what_timm_was_told_of_images_is_saved(arguments: dict[str, Any], expected: dict[str, Any],
+                                               tmp_path: Path) -> None:  # fmt: skip
+    """Lost otherwise: the saved model sees images with ImageNet's mean and deviation, and is wrong without a word."""
+    model: Any = timm.create_model("a_swin_micro", **arguments)
+    told = resolve_model_data_config(model)
+    model.save_pretrained(tmp_path)
+    assert Preprocess.load(tmp_path / PREPROCESSOR_NAME) == Preprocess(size=(32, 32), **expected)
+    for loaded in (from_pretrained(str(tmp_path)), timm.create_model(f"local-dir:{tmp_path}", pretrained=True)):
+        assert [resolve_model_data_config(loaded)[key] for key in LEVELS] == [told[key] for key in LEVELS]
+
+
+def test_timm_hears_of_images_what_the_preprocessor_file_says(tmp_path: Path) -> None:
+    """It is written after config.json, which then still has ImageNet's."""
+    Preprocess((32, 32), mean=HALF, std=HALF, resize=40).save(create_model("a_swin_micro").save_pretrained(tmp_path))
+    model: Any = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    assert resolve_model_data_config(model) == resolve_model_data_config(from_pretrained(str(tmp_path)))
+    assert (model.pretrained_cfg["mean"], model.pretrained_cfg["crop_pct"]) == (HALF, 0.8)
+    grey: Any = timm.create_model("a_swin_micro", in_chans=1, pretrained_cfg=LEVELS)
+    assert grey.stored_input is None  # a file holds three means

@@ -21,10 +21,10 @@ from ..data.preprocess import PREPROCESSOR_NAME, Preprocess, check_finite
 from ..data.sources import load_evaluation, shown
 from ..data.splits import Arrays, Split
 from ..data.workers import outlive_sigterm
-from ..models.adaptation import input_of_timm
 from ..models.classifier import Classifier
 from ..models.hub import embedded, resolve_file
 from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
+from ..models.timm_models import input_of_timm
 from .flags import add_precision, add_split, check_precision, count, whole
 from .metrics import circular_agreement, predict, same_labels, standard_agreement, worst_agreement
 from .perturb import PERTURBATIONS, ShiftAverage

@@ -2,18 +2,17 @@
 
 import copy
 import importlib
-import math
 from typing import Any, TypeVar
 
-import timm
 import torch
 from torch import nn
 
 from .hub import HubModel
 from .registry import PACKAGES
+from .timm_models import input_of_timm
 from .weights import check_state
 
-__all__ = ["adapt", "input_of_timm"]
+__all__ = ["adapt"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -121,12 +120,3 @@ def _of_timm(model: nn.Module) -> tuple[type[HubModel], dict[str, Any]]:
         raise ValueError(f"this {name} computes something different from our model of its size (relative difference "
                          f"{error:.2g}): built with an option that ours lacks, or not finite")  # fmt: skip
     return cls, config
-
-
-def input_of_timm(model: nn.Module) -> dict[str, Any]:
-    """How a timm model's images are prepared, as a file beside ours says it."""
-    config = timm.data.resolve_model_data_config(model)
-    size = tuple(config["input_size"][1:])
-    resize = math.floor(max(size) / config["crop_pct"])  # as timm rounds
-    return {"size": size, "resize": resize if resize > max(size) else None, "mean": tuple(config["mean"]),
-            "std": tuple(config["std"])}  # fmt: skip

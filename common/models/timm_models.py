@@ -4,6 +4,7 @@
 A name that timm uses itself (``mvitv2_tiny``) stays timm's.
 """
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -11,16 +12,20 @@ from typing import Any
 
 import timm
 import torch
+from timm.models import PretrainedCfg
 from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from .hub import WEIGHTS_NAME, HubModel, has_config, read_input, resolve_file
 from .weights import load_weights
 
-__all__ = ["expose", "expose_saved", "finish"]
+__all__ = ["expose", "expose_saved", "finish", "input_of_timm"]
 
 SIZE = ("depths", "embed_dim", "embed_dims")
 """Arguments by which the variants of an architecture are told apart."""
+
+INPUT = ("input_size", "mean", "std", "crop_pct", "crop_mode")
+"""What timm's configuration and a preprocessor file both say."""
 
 Source = tuple[str, dict[str, Any]]
 """A directory or Hub id, and where on the Hub."""
@@ -93,12 +98,16 @@ def _register(name: str, load: Callable[..., HubModel]) -> None:
     def entry(pretrained: bool = False, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None,
               cache_dir: str | None = None, features_only: bool = False, out_indices: Any = None,
               global_pool: str | None = None, **kwargs: Any) -> nn.Module:  # fmt: skip
-        config = pretrained_cfg if isinstance(pretrained_cfg, dict) else getattr(pretrained_cfg, "to_dict", dict)()
-        config = {**config, **(pretrained_cfg_overlay or {})}
+        found, given = _given(pretrained_cfg), dict(pretrained_cfg_overlay or {})
+        read = "source" in found  # by timm, from the config.json beside the weights
+        config = {**found, **given}
         model: Any = load(_source(config, cache_dir), pretrained, **kwargs)
-        resized = {"input_size", "crop_pct"} if {"img_size", "in_chans"} & kwargs.keys() else set[str]()
-        config = {key: value for key, value in config.items() if key not in resized}  # of the model's own size
+        if {"img_size", "in_chans"} & kwargs.keys():  # of the model's own size
+            config = {key: value for key, value in config.items() if key not in ("input_size", "crop_pct")}
+        if read and model.stored_input:  # the preprocessor file has the say
+            config = {key: value for key, value in config.items() if key not in INPUT} | given
         model.pretrained_cfg = model.default_cfg = {**model.default_cfg, **config, "architecture": name}
+        _take_given(model, given if read else config)
         return finish(model, features_only, out_indices, global_pool)
 
     entry.__name__ = entry.__qualname__ = name
@@ -127,8 +136,33 @@ def finish(model: Any, features_only: bool, out_indices: Any, global_pool: str |
     return FeatureGetterNet(model, out_indices=len(model.feature_info) if out_indices is None else out_indices)
 
 
+def _given(pretrained_cfg: Any) -> dict[str, Any]:
+    """A configuration as a dictionary; of timm's own class, what is not its default."""
+    if not isinstance(pretrained_cfg, PretrainedCfg):
+        return pretrained_cfg if isinstance(pretrained_cfg, dict) else {}
+    return {key: value for key, value in vars(pretrained_cfg).items() if value != getattr(PretrainedCfg, key)}
+
+
+def _take_given(model: Any, given: dict[str, Any]) -> None:
+    """Have the preprocessor file of a model say what its user told timm of its images."""
+    if not given.keys() & {"mean", "std", "crop_pct"} or model.in_chans != 3:
+        return
+    stored = model.stored_input if "crop_pct" not in given else None
+    sizes = {key: stored.get(key) for key in ("size", "resize")} if stored else {}
+    model.stored_input = input_of_timm(model) | sizes
+
+
 def _source(config: dict[str, Any], cache_dir: str | None) -> Source | None:
     if config.get("file"):
         return config["file"], {}
     repository, _, revision = (config.get("hf_hub_id") or "").partition("@")  # as timm writes it
     return (repository, {"revision": revision or None, "cache_dir": cache_dir}) if repository else None
+
+
+def input_of_timm(model: nn.Module) -> dict[str, Any]:
+    """How a timm model's images are prepared, as a file beside ours says it."""
+    config = timm.data.resolve_model_data_config(model)
+    size = tuple(config["input_size"][1:])
+    resize = math.floor(max(size) / config["crop_pct"])  # as timm rounds
+    return {"size": size, "resize": resize if resize > max(size) else None, "mean": tuple(config["mean"]),
+            "std": tuple(config["std"])}  # fmt: skip
