@@ -12,9 +12,9 @@ in the queue (413 and 429 otherwise).
 
 import argparse
 import os
+import socket
 
 import shiftvit
-from common.evaluation.flags import count
 from common.models.hub import is_hub_id
 from shiftvit.page.build import build_page, serve
 from shiftvit.page.masks import load_segmenters
@@ -46,6 +46,21 @@ def find_links(args: argparse.Namespace) -> dict[str, str]:
     return links
 
 
+def port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is not a port: give a number from 1 to {2**16 - 1}")
+    return int(text)
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise an OSError where no server can begin: now, not after the models are loaded."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise OSError(f"the page cannot be served at {host}:{port} ({error.strerror}): choose another --port, or "
+                      "--host, or end what is using it") from None  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--default", help="your own default model, directory or Hub id, in place of the embedded one")
@@ -54,12 +69,13 @@ def main() -> None:
     parser.add_argument("--default_segmenter", help="default UperNet; without it, the adaptive one's weights serve")
     parser.add_argument("--code_url", help="where the code can be read: a link below the title")
     parser.add_argument(
-        "--port", type=count, default=int(os.environ.get("GRADIO_SERVER_PORT", "7860")), help="port of the server"
+        "--port", type=port, default=os.environ.get("GRADIO_SERVER_PORT", "7860"), help="port of the server"
     )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 shows the page to the network")
     args = parser.parse_args()
 
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False"}  # before gradio is imported
+    check_address(args.host, args.port)
     try:
         import gradio  # noqa: F401
     except ImportError as error:

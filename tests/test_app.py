@@ -4,6 +4,7 @@ import os
 import re
 import runpy
 import shutil
+import socket
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -211,6 +212,20 @@ def test_without_gradio_the_script_names_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("os.environ", dict(os.environ))  # the script sets some
     with pytest.raises(SystemExit, match=r"pip install 'shift-equivariant-vits\[app\]'"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def test_an_address_that_cannot_be_had_is_told_at_once(monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """Else people wait for the models to load, and then read a traceback of gradio's or of its argument."""
+    monkeypatch.setattr("shiftvit.page.masks.from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("os.environ", dict(os.environ))  # the script sets some
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = str(other.getsockname()[1])
+        for flag, said in ((taken, f"127.0.0.1:{taken} .*: choose another --port"), ("99999", "from 1 to 65535")):
+            monkeypatch.setattr(sys, "argv", ["app.py", "--port", flag])
+            with pytest.raises(SystemExit):
+                runpy.run_path(str(SCRIPT), run_name="__main__")
+            assert re.fullmatch(f"app.py: error: .*{said}.*\n", capsys.readouterr().err)
 
 
 def test_no_image_is_dropped_while_another_is_drawn() -> None:
