@@ -269,7 +269,7 @@ def test_bad_input_is_explained(name: str) -> None:
     images = (
         ([torch.zeros(3, height, width)], TypeError, r"expected a tensor of images \(B, 3, H, W\), got list"),
         (torch.zeros(3, height, width), ValueError, r"add a batch dimension with x\[None\]"),
-        (torch.zeros(1, 1, height, width), ValueError, "expected 3 channels, got 1"),
+        (torch.zeros(1, 1, height, width), ValueError, r"expected 3 channels, got 1 .*x.expand\(-1, 3, -1, -1\)"),
         (torch.zeros(1, 3, height, width, dtype=torch.uint8), TypeError, "got torch.uint8: convert with"),
         (torch.zeros(1, 3, height + 1, width), ValueError, f"image size {height + 1}x{width}: .* nearest valid"),
     )

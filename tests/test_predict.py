@@ -219,6 +219,10 @@ def test_wrong_requests_say_what_to_do(digit: Path, tmp_path: Path, capsys: pyte
     ):
         with pytest.raises(ValueError, match=message):
             predict(*arguments, digit)
+    for name, channels in (("a_swin_micro", 1), ("upernet_swin_micro", 4)):
+        create_model(name, in_chans=channels).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=f"expected {channels} channels, got 3 .*red, green and blue.*in_chans=3"):
+            predict("--model", tmp_path, digit, "--masks", tmp_path / "masks")
     with pytest.raises(SystemExit):
         predict("--model", ADAPTIVE, digit, "--grid", "0")
     assert "argument --grid: 0 is not a positive whole number" in capsys.readouterr().err

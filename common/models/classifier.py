@@ -49,7 +49,11 @@ def check_images(x: Tensor, channels: int) -> None:
         raise ValueError(f"expected images of shape (B, {channels}, H, W), got {tuple(x.shape)}"
                          + (": add a batch dimension with x[None]" if x.ndim == 3 else ""))  # fmt: skip
     if x.shape[1] != channels:
-        raise ValueError(f"expected {channels} channels, got {x.shape[1]} in images of shape {tuple(x.shape)}")
+        advice = {1: ": repeat grey images with x.expand(-1, 3, -1, -1)" if channels == 3 else "",
+                  3: ": our commands read red, green and blue; give a model of other channels your own tensors, or "
+                     "build it with in_chans=3"}  # fmt: skip
+        raise ValueError(f"expected {channels} channels, got {x.shape[1]} in images of shape {tuple(x.shape)}"
+                         + advice.get(x.shape[1], ""))  # fmt: skip
     if not x.is_floating_point():
         raise TypeError(f"expected normalised floating point images, got {x.dtype}: convert with x.float() / 255 and "
                         "normalise as the model was trained")  # fmt: skip
