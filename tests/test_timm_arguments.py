@@ -10,7 +10,7 @@ from conftest import ROOT, randomize
 from timm.data import resolve_model_data_config
 from timm.models import PretrainedCfg
 
-from common import create_model, from_pretrained, list_models
+from common import adapt, create_model, from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 
 CLASSIFIERS = list_models("*_micro", exclude_filters="upernet_*")
@@ -94,3 +94,16 @@ def test_timm_hears_of_images_what_the_preprocessor_file_says(tmp_path: Path) ->
     assert (model.pretrained_cfg["mean"], model.pretrained_cfg["crop_pct"]) == (HALF, 0.8)
     grey: Any = timm.create_model("a_swin_micro", in_chans=1, pretrained_cfg=LEVELS)
     assert grey.stored_input is None  # a file holds three means
+
+
+def test_a_timm_model_without_values_is_not_adapted() -> None:
+    """timm's own is compared with ours first; a default model of ours needs no values."""
+    with torch.device("meta"):
+        theirs = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1))
+        ours: Any = adapt(create_model("swin_micro"))
+    with pytest.raises(ValueError, match="is on the meta device, .*: build it and load its weights on a CPU"):
+        adapt(theirs)
+    x = torch.randn(1, 3, 32, 32)
+    trained = from_pretrained(SOURCE)
+    ours.to_empty(device="cpu").load_state_dict(trained.state_dict())
+    assert torch.equal(ours.eval()(x), trained(x))

@@ -98,6 +98,9 @@ def _of_timm(model: nn.Module) -> tuple[type[HubModel], dict[str, Any]]:
                         + (", before it is compiled or wrapped" if wrapped else "")
                         + ("; weights of Swin, SwinV2 and CvT become ours by --source transformers of the folder's "
                            "convert.py" if foreign else ""))  # fmt: skip
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(f"this {name} is on the meta device, without values to compare with our model's: build it "
+                         "and load its weights on a CPU or GPU, then adapt it")  # fmt: skip
     package = PACKAGES[TIMM[name]]
     config = importlib.import_module(f"{package}.convert").timm_config(model)
     cls = next(c for c in vars(importlib.import_module(package)).values()
