@@ -154,8 +154,11 @@ class SwinV2(WindowedClassifier):
                  canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
                  score: str = "signed", sketch: int = 4) -> None:  # fmt: skip
         super().__init__(locals())
+        if not any(pretrained_window_sizes):  # of any number of stages
+            pretrained_window_sizes = self.config["pretrained_window_sizes"] = (0,) * len(depths)
         if len(pretrained_window_sizes) != len(depths):
-            raise ValueError(f"{len(depths)} stages, but pretrained_window_sizes is {pretrained_window_sizes}")
+            raise ValueError(f"pretrained_window_sizes {pretrained_window_sizes} must have one entry for each of "
+                             f"{len(depths)} stages, as depths")  # fmt: skip
         self.patch_embed = PatchEmbed(in_chans=in_chans, dim=embed_dim, size=patch_size, stride=patch_size)
         rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         self.layers = nn.ModuleList(

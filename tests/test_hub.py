@@ -296,6 +296,16 @@ def test_arguments_of_a_wrong_kind_are_refused_by_name() -> None:
     assert (listed.config["depths"], listed.config["img_size"]) == ((1, 1), (32, 64))
 
 
+def test_swinv2_has_any_number_of_stages(tmp_path: Path) -> None:
+    """As Swin has; the error spoke of windows that nobody had named."""
+    model = create_model("a_swinv2_micro", depths=(1, 1, 1), num_heads=(2, 4, 8)).eval()
+    assert model.config["pretrained_window_sizes"] == (0, 0, 0)
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(from_pretrained(str(model.save_pretrained(tmp_path)))(x), model(x))
+    with pytest.raises(ValueError, match=r"pretrained_window_sizes \(4, 4\) must have one entry for each of 3 stages"):
+        create_model("swinv2_micro", depths=(1, 1, 1), num_heads=(2, 4, 8), pretrained_window_sizes=(4, 4))
+
+
 @torch.no_grad()
 def test_the_canonical_anchor_of_a_built_segmenter_is_switched(tmp_path: Path) -> None:
     """Else the paper's modules are measured behind it, and the model is saved as what it was not."""
