@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from app_helpers import ADAPTIVE, SEGMENTER, SEGMENTERS, browsing, serving
 from torch import Tensor
 
+from common import from_pretrained
 from segmentation.data import load_digit_scenes
 from segmentation.preprocess import ScenePreprocess
 from shiftvit.page.masks import (
@@ -98,6 +99,16 @@ def test_other_models_are_refused() -> None:
     """Else the tab fails later, in a place that does not say why."""
     with pytest.raises(ValueError, match="a_swin_micro is not a UperNet for digit scenes, whose classes are"):
         load_segmenters(SEGMENTER, ADAPTIVE)
+
+
+def test_a_segmenter_of_another_size_is_refused(tmp_path: Path) -> None:
+    """Else it sees the scene moved by another distance, and both models' changes are compared as if it were one."""
+    model = from_pretrained(SEGMENTER, adaptive=False, img_size=96)
+    assert load_segmenters(SEGMENTER, SEGMENTER)[0].model.img_size == (64, 64)
+    model.save_pretrained(tmp_path)
+    for pair in ((str(tmp_path), SEGMENTER), (SEGMENTER, str(tmp_path))):
+        with pytest.raises(ValueError, match="takes a scene at 96x96, and the page moves it at 64x64"):
+            load_segmenters(*pair)
 
 
 @pytest.mark.slow

@@ -38,12 +38,16 @@ class Segmenter:
 
 def load_segmenters(default: str, adaptive: str) -> tuple[Segmenter, Segmenter]:
     """Both models, from directories or Hub repositories, without and with anchors whatever their config says."""
-    names, found = load_digit_scenes(1, 1)[1].classes, []
+    scenes, found = load_digit_scenes(1, 1)[1], []
+    names, side = scenes.classes, (scenes.images.shape[2], scenes.images.shape[3])
     for title, source in (("default", default), ("adaptive", adaptive)):
         model = from_pretrained(source, adaptive=title == "adaptive")
         if not isinstance(model, UperNet) or model.class_names != names:
             raise ValueError(f"{source} is not a UperNet for digit scenes, whose classes are {', '.join(names)}")
         preprocess = ScenePreprocess.load(resolve_file(source, PREPROCESSOR_NAME))
+        if (seen := preprocess.evaluation_size(side)) != side:  # else it is moved by other distances than the scene
+            raise ValueError(f"the {title} segmenter {source} takes a scene at {seen[0]}x{seen[1]}, and the page moves "
+                             f"it at {side[0]}x{side[1]}: give one of that size")  # fmt: skip
         found.append(Segmenter(title, model, preprocess))
     return found[0], found[1]
 
