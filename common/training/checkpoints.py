@@ -59,7 +59,8 @@ def save_checkpoint(accelerator: Accelerator, root: Path, progress: Progress, id
         accelerator.wait_for_everyone()  # every process has written its random state
         if accelerator.is_main_process:
             state = {"progress": asdict(progress), "identity": identity, "processes": accelerator.num_processes,
-                     "parts": accelerator.gradient_accumulation_steps}  # fmt: skip
+                     "parts": accelerator.gradient_accumulation_steps,
+                     "precision": accelerator.mixed_precision}  # fmt: skip
             (temporary / PROGRESS_NAME).write_text(json.dumps(state, default=str))
             write_manifest(temporary)
             if final.exists():
@@ -162,6 +163,7 @@ def load_checkpoint(accelerator: Accelerator, path: Path, identity: dict[str, An
     """Restore model, optimizer, schedule and random states; refuse a checkpoint of another model or recipe."""
     state = on_main(accelerator, lambda: read_checkpoint(path))
     ours = json.loads(json.dumps(identity, default=str))
+    ordered, order = (each.pop("order", None) for each in (state["identity"], ours))
     if differing := _differences(state["identity"], ours):
         shown = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
         raise ValueError(f"{path} belongs to another run ({shown}): use the same flags, or another --output_dir")
@@ -173,14 +175,22 @@ def load_checkpoint(accelerator: Accelerator, path: Path, identity: dict[str, An
     accelerator.step = 0  # a checkpoint lies between optimizer steps, whatever the accumulation was or is
     progress = Progress(**state["progress"])
     if accelerator.num_processes != state["processes"]:
-        accelerator.print(f"{state['processes']} processes wrote {path}, {accelerator.num_processes} go on: with the "
-                          "same images, but other random numbers (drop path)")  # fmt: skip
+        images = "the same images, but " * (ordered in (None, order))
+        accelerator.print(f"{state['processes']} processes wrote {path}, {accelerator.num_processes} go on: with "
+                          f"{images}other random numbers (drop path)")  # fmt: skip
         if accelerator.process_index >= state["processes"]:  # has no state of its own
             set_seed(derive_seed(progress.step, accelerator.process_index))
     before, now = state.get("parts"), accelerator.gradient_accumulation_steps  # older checkpoints do not say
     if _is_count(before) and before != now:
         accelerator.print(f"{path} was written with batches in {before} parts, now they are in {now}: the same images, "
                           "but other random numbers (drop path)")  # fmt: skip
+    if ordered not in (None, order):
+        accelerator.print(f"{path} was written with {ordered}, now it is {order}: images come in another order, and in "
+                          "the rest of this epoch some twice, others not at all")  # fmt: skip
+    if (written := state.get("precision")) not in (None, accelerator.mixed_precision):
+        accelerator.print(f"{path} was written with --mixed_precision {written}, now it is "
+                          f"{accelerator.mixed_precision}: the run goes on with other roundings, and its results name "
+                          "the last precision alone")  # fmt: skip
     return progress
 
 

@@ -114,7 +114,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
     if ema is not None:
         accelerator.register_for_checkpointing(ema)
 
-    identity = {"recipe": recipe.settings(), "model": plain.config, "images": images}
+    identity = {"recipe": recipe.settings(), "model": plain.config, "images": images, "order": job.order()}
     progress = _resume(accelerator, resume, output, identity) if resume else Progress()
     earlier = 0  # the number under which an earlier run is set aside; its model not before this one has its own
     if not (own and progress.step):  # only now: model and data are what they should be

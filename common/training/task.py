@@ -54,6 +54,11 @@ class Task(ABC, Generic[R]):
             check_rows(self.recipe.data, (len(train), len(test), len(train.classes)), options.expected_rows)
         return train.head(options.limit), test.head(options.limit)
 
+    def order(self) -> str:
+        """What the order of images depends on, beside the recipe."""
+        ways = f"{self.accelerator.num_processes} x {self.options.dataloader_num_workers} workers"
+        return f"--streaming by {ways}" if self.options.streaming else "no --streaming"
+
     def create(self, classes: int, **arguments: Any) -> HubModel:
         """The recipe's model, with fresh weights."""
         recipe = self.recipe
