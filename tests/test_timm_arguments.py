@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from accelerate import Accelerator
 from conftest import ROOT, randomize
 from timm.data import resolve_model_data_config
 from timm.models import PretrainedCfg
@@ -107,3 +108,20 @@ def test_a_timm_model_without_values_is_not_adapted() -> None:
     trained = from_pretrained(SOURCE)
     ours.to_empty(device="cpu").load_state_dict(trained.state_dict())
     assert torch.equal(ours.eval()(x), trained(x))
+
+
+@pytest.mark.parametrize("name", ["a_swin_micro", "upernet_swin_micro"])
+def test_accelerates_example_saves_a_model(name: str, tmp_path: Path) -> None:
+    """As its documentation writes it; processes that hold a part of the weights, or none, write nothing."""
+    accelerator, model = Accelerator(cpu=True), create_model(name)
+    wrapped = accelerator.prepare(model)
+    for main, files in ((False, []), (True, ["config.json", "model.safetensors"])):
+        state = accelerator.get_state_dict(wrapped) if main else {}
+        accelerator.unwrap_model(wrapped).save_pretrained(
+            tmp_path, is_main_process=main, save_function=accelerator.save, state_dict=state
+        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == files
+    loaded = from_pretrained(str(tmp_path)).state_dict()
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in model.state_dict().items())
+    with pytest.raises(TypeError, match="max_shard_size"):
+        model.save_pretrained(tmp_path, max_shard_size="1GB")

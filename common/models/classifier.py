@@ -258,13 +258,13 @@ class Classifier(HubModel):
             self.pretrained_cfg = {**self.default_cfg, "input_size": (self.in_chans, *self.img_size)}
             self.take_input(self.stored_input, resized)
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str],
-                        state_dict: dict[str, Tensor] | None = None) -> Path:  # fmt: skip
+    def save_pretrained(self, save_directory: str | os.PathLike[str], state_dict: dict[str, Tensor] | None = None,
+                        **accelerates: Any) -> Path:  # fmt: skip
         pool = getattr(getattr(self.head, "global_pool", None), "pool_type", "avg")
         if pool != "avg":
             raise ValueError(f"the head pools by {pool!r}, which a config does not hold: a loaded model would pool by "
                              "'avg'. Call reset_classifier(..., global_pool='avg') first")  # fmt: skip
-        return super().save_pretrained(save_directory, state_dict)
+        return super().save_pretrained(save_directory, state_dict, **accelerates)
 
     def set_input(self, *, size: tuple[int, int], resize: int | None = None, **normalisation: Any) -> None:
         """Tell timm, and files to come, how the model's images are prepared: as a preprocessor file says."""

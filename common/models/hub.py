@@ -78,14 +78,18 @@ class HubModel(nn.Module):
                 own[name].copy_(table)
         return self
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str],
-                        state_dict: dict[str, Tensor] | None = None) -> Path:  # fmt: skip
+    def save_pretrained(self, save_directory: str | os.PathLike[str], state_dict: dict[str, Tensor] | None = None, *,
+                        is_main_process: bool = True, save_function: Any = None) -> Path:  # fmt: skip
         """Write config.json and model.safetensors, each whole or not at all; and the preprocessor file, where the model
         came with one.
 
-        ``state_dict``: other weights of the same model, for instance averaged or gathered ones.
+        ``state_dict``: other weights of the same model, for instance averaged or gathered ones. Of several processes
+        only the one that ``is_main_process`` writes. ``save_function`` is taken as Accelerate's examples give it, and
+        has no effect: weights are always written as safetensors.
         """
         directory = Path(save_directory)
+        if not is_main_process:
+            return directory
         directory.mkdir(parents=True, exist_ok=True)
         config, state = self.stored_config(), dict(self.state_dict() if state_dict is None else state_dict)
         with torch.device("meta"):
