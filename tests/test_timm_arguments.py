@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from conftest import ROOT, randomize
 from timm.data import resolve_model_data_config
-from timm.models import PretrainedCfg
+from timm.models import PretrainedCfg, save_for_hf
 
 from common import adapt, create_model, from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
@@ -125,3 +125,16 @@ def test_accelerates_example_saves_a_model(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[key], tensor) for key, tensor in model.state_dict().items())
     with pytest.raises(TypeError, match="max_shard_size"):
         model.save_pretrained(tmp_path, max_shard_size="1GB")
+
+
+def test_what_timm_saves_of_our_models_timm_loads(tmp_path: Path) -> None:
+    """By timm's own functions to save and to share; else the weights are there, and no name builds their model."""
+    arguments = {"canonical": False, "sketch": 3, "num_classes": 4, "pretrained_cfg_overlay": LEVELS}
+    model: Any = randomize(timm.create_model("a_swin_micro", **arguments)).eval()
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    loaded: Any = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(2, 3, 32, 32)
+    assert loaded.config == model.config
+    assert torch.equal(loaded(x), model(x))
+    assert loaded.stored_input == model.stored_input
+    assert loaded.stored_input["mean"] == HALF

@@ -97,11 +97,13 @@ def _register(name: str, load: Callable[..., HubModel]) -> None:
 
     def entry(pretrained: bool = False, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None,
               cache_dir: str | None = None, features_only: bool = False, out_indices: Any = None,
-              global_pool: str | None = None, **kwargs: Any) -> nn.Module:  # fmt: skip
+              global_pool: str | None = None, pretrained_model_args: Any = None,
+              **kwargs: Any) -> nn.Module:  # fmt: skip
         found, given = _given(pretrained_cfg), dict(pretrained_cfg_overlay or {})
-        read = "source" in found  # by timm, from the config.json beside the weights
         config = {**found, **given}
-        model: Any = load(_source(config, cache_dir), pretrained, **kwargs)
+        source = _source(config, cache_dir)
+        read = source is not None and "source" in found and has_config(source[0], **source[1])  # of ours, by timm
+        model: Any = load(source, pretrained, **kwargs)  # kwargs hold pretrained_model_args, of a config.json of timm's
         if {"img_size", "in_chans"} & kwargs.keys():  # of the model's own size
             config = {key: value for key, value in config.items() if key not in ("input_size", "crop_pct")}
         if read and model.stored_input:  # the preprocessor file has the say
