@@ -8,11 +8,12 @@ import timm
 import torch
 from accelerate import Accelerator
 from conftest import ROOT, randomize
-from timm.data import resolve_model_data_config
+from timm.data import create_transform, resolve_model_data_config
 from timm.models import PretrainedCfg, save_for_hf
 
 from common import adapt, create_model, from_pretrained, list_models
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
+from common.models.timm_models import input_of_timm
 
 CLASSIFIERS = list_models("*_micro", exclude_filters="upernet_*")
 
@@ -108,6 +109,18 @@ def test_a_timm_model_without_values_is_not_adapted() -> None:
     trained = from_pretrained(SOURCE)
     ours.to_empty(device="cpu").load_state_dict(trained.state_dict())
     assert torch.equal(ours.eval()(x), trained(x))
+
+
+def test_timm_resizes_as_the_preprocessor_file_says() -> None:
+    """For some sizes, such as 128 cut from 186, timm rounded to a pixel less: another image than in our evaluation."""
+    model: Any = create_model("swin_micro")
+    for size in (32, 96, 128, 160, 192, 224, 256, 320, 384, 448):
+        for resize in range(size, 2 * size):
+            model.set_input(size=(size, size), resize=resize, **LEVELS)
+            assert input_of_timm(model)["resize"] == (resize if resize > size else None)
+    model.set_input(size=(128, 128), resize=186, **LEVELS)
+    seen = create_transform(**resolve_model_data_config(model), is_training=False).transforms[0]
+    assert seen.size == (186, 186)
 
 
 @pytest.mark.parametrize("name", ["a_swin_micro", "upernet_swin_micro"])

@@ -269,7 +269,10 @@ class Classifier(HubModel):
     def set_input(self, *, size: tuple[int, int], resize: int | None = None, **normalisation: Any) -> None:
         """Tell timm, and files to come, how the model's images are prepared: as a preprocessor file says."""
         self.stored_input = {"size": size, "resize": resize, **normalisation}
-        crop = {"crop_pct": size[0] / (resize or size[0]), "crop_mode": "squash"}
+        share = size[0] / (resize or size[0])
+        if resize and math.floor(size[0] / share) < resize:  # rounded up: timm would resize to a pixel less
+            share = math.nextafter(share, 0)
+        crop = {"crop_pct": share, "crop_mode": "squash"}
         size_of_input = {"input_size": (self.in_chans, *size)}
         self.pretrained_cfg = {**self.default_cfg, **normalisation, **crop, **size_of_input}
 
