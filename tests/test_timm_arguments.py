@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import transformers
 from accelerate import Accelerator
 from conftest import ROOT, randomize
 from timm.data import create_transform, resolve_model_data_config
@@ -151,3 +152,17 @@ def test_what_timm_saves_of_our_models_timm_loads(tmp_path: Path) -> None:
     assert torch.equal(loaded(x), model(x))
     assert loaded.stored_input == model.stored_input
     assert loaded.stored_input["mean"] == HALF
+
+
+def test_models_of_other_libraries_say_what_loads_them(tmp_path: Path) -> None:
+    """Else the first thing that many people try ends in a list of keys, or of types that they never heard of."""
+    theirs, ours, swin = (str(tmp_path / name) for name in ("theirs", "ours", "swin"))
+    for name, directory in (("swin_tiny_patch4_window7_224", theirs), ("a_swin_micro", ours)):
+        model = timm.create_model(name, **({"depths": (1, 1), "num_heads": (3, 6)} if directory == theirs else {}))
+        save_for_hf(model, directory, safe_serialization=True)
+        with pytest.raises(ValueError, match=r"saved by timm: .*'local-dir:.*', pretrained=True\) loads it, and adapt"):
+            from_pretrained(directory)
+        assert adapt(timm.create_model(f"local-dir:{directory}", pretrained=True)).adaptive
+    transformers.SwinConfig(architectures=["SwinForImageClassification"]).save_pretrained(swin)
+    with pytest.raises(ValueError, match="model of transformers: .*--source transformers of the folder's convert.py"):
+        from_pretrained(swin)

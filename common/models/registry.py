@@ -3,6 +3,7 @@
 import ast
 import difflib
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
@@ -99,7 +100,15 @@ def from_pretrained(source: str, **kwargs: Any) -> HubModel:
     """Load a model from a directory or Hub repository; its class is the one that config.json names."""
     hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
     config = read_config(resolve_file(source, CONFIG_NAME, **hub))
-    model_type = config.get("model_type", "").removeprefix(OURS)
+    named = config.get("model_type", "")
+    if "architectures" in config and not named.startswith(OURS):
+        raise ValueError(f"{source} is a model of transformers: weights of its Swin, SwinV2 and CvT become ours by "
+                         "--source transformers of the folder's convert.py")  # fmt: skip
+    if "architecture" in config and not named:
+        place = f"{'local-dir' if os.path.isdir(source) else 'hf-hub'}:{source}"
+        raise ValueError(f"{source} was saved by timm: timm.create_model({place!r}, pretrained=True) loads it, and "
+                         "adapt() makes timm's Swin, SwinV2 or MViTv2 one of ours")  # fmt: skip
+    model_type = named.removeprefix(OURS)
     if model_type not in PACKAGES:
         raise ValueError(f"{source}: model_type is {model_type!r}, expected one of {tuple(OURS + t for t in PACKAGES)}")
     return class_of(model_type).from_pretrained(source, **kwargs)
