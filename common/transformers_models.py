@@ -135,8 +135,14 @@ class Classifier(_Model):
     """Images (B, 3, H, W) -> logits (B, classes)."""
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, return_dict: bool | None = None) -> Any:
-        if labels is not None and self.config.problem_type not in (None, "single_label_classification"):
-            raise ValueError(f"problem_type {self.config.problem_type!r} has no loss here: compute it from the logits")
+        kind = self.config.problem_type
+        if kind is None and labels is not None:  # as transformers infers it
+            several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+            kind = "regression" if self.config.num_labels == 1 else several
+        if labels is not None and kind != "single_label_classification":
+            raise ValueError(f"problem_type {kind!r} has no loss here: compute it from the logits; if each image is of "
+                             "one class, give labels as whole numbers, or set config.problem_type to "
+                             "'single_label_classification'")  # fmt: skip
         logits = self.model(pixel_values)
         loss: Any = None if labels is None else F.cross_entropy(logits, labels)
         output = ImageClassifierOutput(loss=loss, logits=logits)

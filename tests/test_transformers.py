@@ -207,6 +207,20 @@ def test_options_are_heard_or_refused() -> None:
         model(torch.zeros(1, 3, 32, 32), labels=torch.zeros(1, 10))
 
 
+def test_a_loss_that_transformers_would_not_compute_is_refused() -> None:
+    """It takes float labels for several classes an image, and one class for a regression: as the cross entropy of one
+    class such a model would learn something else or, with a loss of 0, nothing."""
+    model = transformers.AutoModelForImageClassification.from_pretrained(SWIN)
+    x, shares = torch.zeros(2, 3, 32, 32), torch.full((2, 10), 0.1)
+    with pytest.raises(ValueError, match=r"'multi_label_classification' has no loss here: .* labels as whole numbers"):
+        model(x, labels=shares)
+    model.config.problem_type = "single_label_classification"  # as of mixed images
+    assert model(x, labels=shares).loss > 0
+    one = transformers.AutoModelForImageClassification.from_pretrained(SWIN, num_labels=1)
+    with pytest.raises(ValueError, match="problem_type 'regression' has no loss here"):
+        one(x, labels=torch.zeros(2, 1))
+
+
 def test_a_segmenter_trains_its_auxiliary_head() -> None:
     model = transformers.AutoModelForSemanticSegmentation.from_pretrained(UPERNET)
     x, labels = torch.randn(2, 3, 64, 64), torch.randint(0, 11, (2, 64, 64))
