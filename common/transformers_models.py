@@ -185,6 +185,19 @@ class _Processor(BaseImageProcessor):
         super().__init__()
         self.preprocessing = preprocess
 
+    @property
+    def size(self) -> dict[str, int]:
+        """What the model sees, as transformers' examples ask for it, to augment images themselves."""
+        return dict(zip(("height", "width"), self.preprocessing.size, strict=True))
+
+    @property
+    def image_mean(self) -> list[float]:
+        return list(self.preprocessing.mean)
+
+    @property
+    def image_std(self) -> list[float]:
+        return list(self.preprocessing.std)
+
     @classmethod
     def from_pretrained(cls, source: str | os.PathLike[str], **kwargs: Any) -> "_Processor":
         hub = {key: kwargs.pop(key) for key in HUB if key in kwargs}

@@ -207,6 +207,19 @@ def test_options_are_heard_or_refused() -> None:
         model(torch.zeros(1, 3, 32, 32), labels=torch.zeros(1, 10))
 
 
+@pytest.mark.parametrize("source", [SWIN, UPERNET])
+def test_a_processor_says_how_images_are_prepared(source: str, tmp_path: Path) -> None:
+    """Scripts of transformers ask it for size, mean and deviation; without mean they take images as they are."""
+    processor = transformers.AutoImageProcessor.from_pretrained(source)
+    stored = json.loads((Path(source) / PREPROCESSOR_NAME).read_text())
+    assert [processor.size["height"], processor.size["width"]] == stored["size"]
+    assert (processor.image_mean, processor.image_std) == (stored["mean"], stored["std"])
+    with pytest.raises(AttributeError):  # it would have no effect
+        processor.size = {"height": 8, "width": 8}
+    processor.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / PREPROCESSOR_NAME).read_text()) == stored
+
+
 def test_a_loss_that_transformers_would_not_compute_is_refused() -> None:
     """It takes float labels for several classes an image, and one class for a regression: as the cross entropy of one
     class such a model would learn something else or, with a loss of 0, nothing."""
