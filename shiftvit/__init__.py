@@ -4,6 +4,7 @@ Our packages have common names. If ``common`` is another's, ``import shiftvit`` 
 """
 
 import argparse
+import io
 import os
 import re
 import signal
@@ -42,6 +43,8 @@ def run(main: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
     traceback, as everything does with SHIFTVIT_TRACEBACK=1."""
     # torch's, thirty lines long, on a CPU without bf16: it computes the same in another way
     warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name of a class that it cannot write, as a Windows pipe may not
+        sys.stdout.reconfigure(errors="backslashreplace")
     parsers_own = argparse.ArgumentParser.error
     argparse.ArgumentParser.error = _refuse  # type: ignore[assignment, method-assign]
     try:
