@@ -1,9 +1,13 @@
 """Systems, terminals and Pythons other than those we work on, as far as they can be imitated here."""
 
 import io
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import shiftvit
 
@@ -14,3 +18,28 @@ def test_what_a_terminal_cannot_write_ends_no_command(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp1252"))
     shiftvit.run(lambda: print("datos/año/猫", flush=True))
     assert written.getvalue().split() == [b"datos/a\xf1o/\\u732b"]
+
+
+WINDOWS = """
+import os, sys, torch, accelerate
+sys.modules["fcntl"] = None
+for name in ("register_at_fork", "fork", "pread", "pwrite", "O_CLOEXEC"):
+    delattr(os, name)
+from pathlib import Path
+from common.training.directory import acquire, release
+import swin.recipes, common.training.engine
+output = Path(sys.argv[1])
+release(acquire(output))
+release(acquire(output))
+print((output / ".lock").read_text())
+"""
+
+
+def test_training_begins_without_locks_of_unix(tmp_path: Path) -> None:
+    """On Windows nothing that trains could be imported."""
+    done = subprocess.run([sys.executable, "-c", WINDOWS, str(tmp_path)], text=True, capture_output=True, check=False,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = f"{tmp_path} cannot be locked (Windows has no such locks): see to it that no other run writes there"
+    assert done.stdout.count(said) == 2
+    assert "\nprocess " in done.stdout

@@ -1,6 +1,5 @@
 """The output directory of a run: one run at a time, and none begins over the checkpoints of another."""
 
-import fcntl
 import os
 import platform
 import re
@@ -11,6 +10,11 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from .checkpoints import checkpoints_in, on_main
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["LOGS", "TRAINED", "acquire", "check_directory", "locked", "release", "set_aside", "set_later_aside"]
 
@@ -81,10 +85,12 @@ def acquire(output: Path) -> int:
     """Lock ``output/.lock`` and note this process in it; returns the descriptor to release."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(output / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(output / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise type(error)(f"{output} cannot be written ({error.strerror}): choose another --output_dir") from None
     try:
+        if fcntl is None:
+            raise OSError("Windows has no such locks")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
@@ -94,7 +100,7 @@ def acquire(output: Path) -> int:
     except OSError as error:
         print(f"{output} cannot be locked ({error}): see to it that no other run writes there")
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+    os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
     _DESCRIPTORS.add(descriptor)
     return descriptor
 
@@ -111,4 +117,5 @@ def _release_in_child() -> None:
         release(descriptor)
 
 
-os.register_at_fork(after_in_child=_release_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)
