@@ -12,6 +12,11 @@ from conftest import ROOT
 import shiftvit
 
 
+def run_apart(script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", script, *arguments], text=True, capture_output=True, check=False,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+
+
 def test_what_a_terminal_cannot_write_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe of Windows takes the letters of one alphabet: a run ended at the name of its data."""
     written = io.BytesIO()
@@ -37,9 +42,34 @@ print((output / ".lock").read_text())
 
 def test_training_begins_without_locks_of_unix(tmp_path: Path) -> None:
     """On Windows nothing that trains could be imported."""
-    done = subprocess.run([sys.executable, "-c", WINDOWS, str(tmp_path)], text=True, capture_output=True, check=False,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    done = run_apart(WINDOWS, str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     said = f"{tmp_path} cannot be locked (Windows has no such locks): see to it that no other run writes there"
     assert done.stdout.count(said) == 2
     assert "\nprocess " in done.stdout
+
+
+WITHOUT_TRITON = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *others):
+        return None if name.split(".")[0] == "triton" else PathFinder.find_spec(name, *others)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+import torch
+import common, common.publishing.export
+model = common.from_pretrained("a_swin_micro")
+x = torch.randn(2, 3, 32, 32)
+assert torch.equal(model(x), model(x.roll((3, 9), (2, 3))))
+assert "triton" not in sys.modules
+"""
+
+
+def test_without_triton_nothing_is_said_of_it() -> None:
+    """Torch wrote twenty lines on every import, on macOS, Windows and with its wheel for CPUs."""
+    done = run_apart(WITHOUT_TRITON)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "find_triton_kernels" not in done.stderr

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.library import infer_schema, triton_op, wrap_triton
+from torch.library import custom_op, infer_schema, triton_op, wrap_triton
 
 from . import cards
 from .tracing import analyse_once, mark_graphs
@@ -82,7 +82,8 @@ def operator(name: str) -> Callable[[Launcher], Launcher]:
         schema = infer_schema(function, mutates_args={})
         unread: Any = partial(function)  # torch would search a function's source for kernels, in vain
         unread.__globals__ = function.__globals__  # torch 2.11 reads the signature again  # type: ignore[attr-defined]
-        triton_op(name, mutates_args={}, schema=schema)(unread)
+        define = triton_op if AVAILABLE else custom_op  # without Triton, torch would warn of each
+        define(name, mutates_args={}, schema=schema)(unread)
         library, _, short = name.partition("::")
         known = getattr(getattr(torch.ops, library), short).default  # itself: less for a compiled graph to check
 
