@@ -1,15 +1,19 @@
 """Systems, terminals and Pythons other than those we work on, as far as they can be imitated here."""
 
 import io
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
 import shiftvit
+from common.data.workers import outlive_sigterm
 
 
 def run_apart(script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -73,3 +77,29 @@ def test_without_triton_nothing_is_said_of_it() -> None:
     done = run_apart(WITHOUT_TRITON)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "find_triton_kernels" not in done.stderr
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_worker_ends_when_its_parent_says_so(method: str) -> None:
+    """And by no other's SIGTERM. Python 3.14 starts workers by a server: none of them ended, nor did the run."""
+    context = multiprocessing.get_context(method)
+    begun = context.Event()
+    worker = context.Process(target=wait_like_a_worker, args=(begun,))
+    worker.start()
+    try:
+        assert begun.wait(60)
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+        worker.join(0.3)
+        assert worker.is_alive()
+        worker.terminate()
+        worker.join(10)
+        assert worker.exitcode == 0
+    finally:
+        worker.kill()
+        worker.join()
+
+
+def wait_like_a_worker(begun: Event) -> None:
+    outlive_sigterm(0)
+    begun.set()
+    time.sleep(60)

@@ -3,6 +3,7 @@ process, but the run needs its workers until it has written a checkpoint."""
 
 import os
 import signal
+from multiprocessing import parent_process
 from threading import Thread
 
 __all__ = ["outlive_sigterm"]
@@ -11,9 +12,10 @@ __all__ = ["outlive_sigterm"]
 def outlive_sigterm(worker: int) -> None:
     """A loader's ``worker_init_fn``: a worker ends by a SIGTERM of its own parent, and by no other; not by Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+    parent = parent_process()  # not os.getppid(): a server may have forked it, as from Python 3.14 on
+    if parent is not None and hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        Thread(target=_wait_for, args=(os.getppid(),), daemon=True).start()
+        Thread(target=_wait_for, args=(parent.pid,), daemon=True).start()
 
 
 def _wait_for(parent: int) -> None:
