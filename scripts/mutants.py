@@ -51,10 +51,10 @@ class Mutant:
 
     def apply(self, tree: Path) -> None:
         path = tree / self.file
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         if (count := text.count(self.old)) != 1:
             raise ValueError(f"{self.name!r} does not apply: {self.file} holds its text {count} times, not once")
-        path.write_text(text.replace(self.old, self.new))
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
 
     def undo(self, tree: Path) -> None:
         shutil.copyfile(ROOT / self.file, tree / self.file)
@@ -63,7 +63,7 @@ class Mutant:
 def load(root: Path = ROOT) -> list[Mutant]:
     mutants = []
     for path in sorted((root / "tests" / "mutants").glob("*.toml")):
-        rows = tomllib.loads(path.read_text())["mutant"]
+        rows = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
         mutants += [Mutant(path.stem, **{**row, "tests": tuple(row["tests"])}) for row in rows]
     return mutants
 

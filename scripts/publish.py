@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"not published, {len(failed)} of {len(rows)} checks failed: {reasons}")
     write_json(run.directory / CHECKS_NAME, rows)
     card = model_card(run.model, run.results, source=args.repo_id, checks=rows, revision=args.revision)
-    (run.directory / CARD_NAME).write_text(card)
+    (run.directory / CARD_NAME).write_text(card, encoding="utf-8")
     with tempfile.TemporaryDirectory() as temporary:
         folder = stage(run, Path(temporary))
         sums = digests(folder)

@@ -47,9 +47,9 @@ def main() -> None:
     folder = ROOT / "results"
     text = render(folder)
     target = ROOT / "RESULTS.md"
-    if args.check and target.read_text() != text:
+    if args.check and target.read_text(encoding="utf-8") != text:
         raise SystemExit("RESULTS.md is out of date: run python scripts/results.py")
-    target.write_text(text)
+    target.write_text(text, encoding="utf-8")
     if not args.check:
         models = {name: tuple(recipes[row].model for row in PAIR) for name, recipes in PACKAGES.items()}
         pairs = {models[name]: [logs[row] for row in PAIR] for name, logs in logs_of_pairs(folder).items()}

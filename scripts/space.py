@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     (gradio,) = (need for need in needs if need.startswith("gradio") and 'extra == "app"' in need)
     card = CARD.format(sdk=least(gradio) + ".0", python=least(metadata["Requires-Python"]))
     words = ["app", "--host", "0.0.0.0", *(["--code_url", args.code_url] if args.code_url else [])]
-    (args.folder / "README.md").write_text(card)
+    (args.folder / "README.md").write_text(card, encoding="utf-8")
     (args.folder / "requirements.txt").write_text(
         "\n".join([f"--extra-index-url {CPU}", *(need for need in needs if "extra ==" not in need)]) + "\n"
     )

@@ -16,9 +16,9 @@ import shiftvit
 from common.data.workers import outlive_sigterm
 
 
-def run_apart(script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-c", script, *arguments], text=True, capture_output=True, check=False,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+def run_apart(script: str, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, check=False,
+                          encoding="utf-8", env=os.environ | {"PYTHONPATH": str(ROOT)} | variables)  # fmt: skip
 
 
 def test_what_a_terminal_cannot_write_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,3 +103,25 @@ def wait_like_a_worker(begun: Event) -> None:
     outlive_sigterm(0)
     begun.set()
     time.sleep(60)
+
+
+CARD = """
+import sys, common.models.hub as hub
+from common import from_pretrained
+from pathlib import Path
+def upload(directory, *_, **__):
+    sys.stdout.buffer.write((Path(directory) / "README.md").read_bytes())
+hub.upload_directory = upload
+from_pretrained("a_swin_micro").push_to_hub("me/model", files={"README.md": "91.4 \\u00b1 0.2"})
+"""
+
+TABLES = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def test_cards_and_tables_are_the_same_wherever_they_are_written() -> None:
+    """Git and the Hub read UTF-8; Windows and old locales write something else, or nothing."""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = run_apart(CARD, **locale)
+    assert done.stdout == "91.4 ± 0.2", done.stderr[-2000:]
+    done = run_apart(TABLES, str(ROOT / "scripts" / "results.py"), "--check", **locale)
+    assert done.returncode == 0, done.stderr[-2000:]

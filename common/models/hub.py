@@ -213,7 +213,7 @@ class HubModel(nn.Module):
         """
         with tempfile.TemporaryDirectory() as directory:
             for name, text in (files or {}).items():
-                (Path(directory) / Path(name).name).write_text(text)
+                (Path(directory) / Path(name).name).write_text(text, encoding="utf-8")
             self.save_pretrained(directory)
             commit = upload_directory(directory, repo_id, private=private, token=token, revision=revision,
                                       commit_message=commit_message)  # fmt: skip

@@ -130,12 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
     args = parser.parse_args(arguments)
     texts = render()
-    old = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
+    old = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if args.check and old:
         names = ", ".join(path.relative_to(ROOT).as_posix() for path in old)
         raise SystemExit(f"out of date: {names}; run python -m common.publishing.manifest")
     for path in old:
-        path.write_text(texts[path])
+        path.write_text(texts[path], encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")
 
 
