@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -125,3 +128,9 @@ def test_cards_and_tables_are_the_same_wherever_they_are_written() -> None:
     assert done.stdout == "91.4 ± 0.2", done.stderr[-2000:]
     done = run_apart(TABLES, str(ROOT / "scripts" / "results.py"), "--check", **locale)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_training_runs_in_any_thread(tmp_path: Path, train_digits: Callable[..., dict[str, Any]]) -> None:
+    """As tuners start it: Python lets the main thread alone say what signals do."""
+    with ThreadPoolExecutor(1) as pool:
+        assert "top1" in pool.submit(train_digits, tmp_path, "--steps", "1").result()

@@ -43,6 +43,7 @@ from .directory import LOGS, TRAINED, check_directory, locked, set_aside, set_la
 from .guard import FiniteGuard
 from .log import Clock, RunLog, check_trackers
 from .recipe import BaseRecipe, RunOptions, parse_command_line
+from .signals import StopSignal
 from .task import Classification, Task
 
 __all__ = ["main", "train"]
@@ -170,7 +171,7 @@ def _train(name: str, recipe: BaseRecipe, options: RunOptions, task: type[Task],
         return results
 
     guard, written = FiniteGuard(accelerator, output, options.max_skipped), [model, *([ema.module] if ema else [])]
-    stop, saved, epoch_clock = _StopSignal(), Clock(), Clock()
+    stop, saved, epoch_clock = StopSignal(), Clock(), Clock()
     eval_every = options.eval_every or math.ceil(epochs / 10)
     images_per_batch = recipe.batch_size // accelerator.gradient_accumulation_steps  # over all processes
     every = max(1, min(50, total // 200))
@@ -333,18 +334,3 @@ def _any(accelerator: Accelerator, *flags: bool) -> list[bool]:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-class _StopSignal:
-    """SIGTERM or Ctrl-C asks for a checkpoint and a clean exit after the current step; Ctrl-C again ends at once."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        signal.signal(signal.SIGTERM, self._request)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is in the background of a shell
-            signal.signal(signal.SIGINT, self._request)
-
-    def _request(self, number: int, *_: Any) -> None:
-        self.requested = True
-        if number == signal.SIGINT:
-            signal.signal(number, signal.default_int_handler)
