@@ -17,6 +17,7 @@ from conftest import ROOT
 
 import shiftvit
 from common.data.workers import outlive_sigterm
+from common.kernels.ahead import Launch, compile_all
 
 
 def run_apart(script: str, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -134,3 +135,12 @@ def test_training_runs_in_any_thread(tmp_path: Path, train_digits: Callable[...,
     """As tuners start it: Python lets the main thread alone say what signals do."""
     with ThreadPoolExecutor(1) as pool:
         assert "top1" in pool.submit(train_digits, tmp_path, "--steps", "1").result()
+
+
+def test_kernels_are_not_compiled_ahead_without_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has Triton of its own: ``warm_up`` ended there in an AttributeError."""
+    for name in ("fork", "sched_getaffinity"):
+        monkeypatch.delattr(os, name)
+    failed: list[Launch] = []
+    compile_all([Launch("no module", "no kernel", (), ())], 90, report=lambda launch, error: failed.append(launch))
+    assert not failed

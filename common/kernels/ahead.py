@@ -77,6 +77,8 @@ def compile_all(launches: Iterable[Launch], capability: int, workers: int | None
                 report: Callable[[Launch, BaseException], None] = lambda launch, error: None) -> None:  # fmt: skip
     """Compile all these, as many at a time as there are processors for this process. What fails is left to the launch
     itself, which says so. A progress bar comes after five seconds."""
+    if not hasattr(os, "fork"):  # on Windows, where Triton may be: kernels are compiled as they are launched
+        return
     every = list(launches)
     mine = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # other processes compile, too
     workers = min(workers or max(mine, 1), len(every))
