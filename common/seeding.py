@@ -74,6 +74,8 @@ def hashed_uniform(index: Tensor, columns: int, *seeds: int) -> Tensor:
     key = (_key(*seeds) + 2**63) % 2**64 - 2**63  # as int64 has it
     column = torch.arange(1, columns + 1, device=index.device)
     z = _mix(_mix(index.long()[:, None] + key) + column * (GAMMA - 2**64))
+    if index.device.type == "mps":  # has no float64
+        return ((z >> 40) & ((1 << 24) - 1)).float() * 2.0**-24
     return ((z >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 

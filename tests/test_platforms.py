@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
+from torch.overrides import TorchFunctionMode
 
 import shiftvit
 from common.data.workers import outlive_sigterm
 from common.kernels.ahead import Launch, compile_all
+from common.seeding import hashed_uniform
+from common.shifts import random_shifts
 
 
 def run_apart(script: str, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -144,3 +148,27 @@ def test_kernels_are_not_compiled_ahead_without_forks(monkeypatch: pytest.Monkey
     failed: list[Launch] = []
     compile_all([Launch("no module", "no kernel", (), ())], 90, report=lambda launch, error: failed.append(launch))
     assert not failed
+
+
+class Apple(TorchFunctionMode):
+    """The device of Apple's computers: it refuses float64. Tensors are on the CPU, and say that they are on that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: "cpu" if str(value) == "mps" else value for name, value in (kwargs or {}).items()}
+        result = func(*(torch.device("cpu") if str(arg) == "mps" else arg for arg in args), **kwargs)
+        if isinstance(result, torch.device):
+            return torch.device("mps")
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            raise TypeError("the MPS framework doesn't support float64")
+        return result
+
+
+def test_random_numbers_are_drawn_on_apples_devices() -> None:
+    """Accelerate takes them where they are: training ended at its first batch, evaluation at its first shift."""
+    index = torch.arange(1000)
+    expected, steps = hashed_uniform(index, 3, 7), random_shifts(index, (-8, 0), (8, 31), 7)
+    with Apple():
+        found, there = hashed_uniform(index, 3, 7), random_shifts(index, (-8, 0), (8, 31), 7)
+    assert found.max() < 1
+    assert (found - expected).abs().max() < 2**-23
+    assert torch.equal(steps, there)
