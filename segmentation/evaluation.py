@@ -33,6 +33,7 @@ from common.evaluation.metrics import (
 from common.evaluation.tables import format_table, precision_name, write_json
 from common.models.hub import resolve_file
 from common.models.registry import create_model, from_pretrained, list_models
+from common.ops.choice import to_float64
 from common.shifts import random_shifts
 
 from .data import load_evaluation
@@ -67,7 +68,7 @@ def evaluate(model: Model, split: PixelSplit, preprocess: ScenePreprocess, metri
     loader = accelerator.prepare(loader)
     classes = len(split.classes)
     matrix = torch.zeros(classes, classes, dtype=torch.long, device=accelerator.device)
-    shares = torch.zeros(len(parsed), dtype=torch.float64, device=accelerator.device)
+    shares = to_float64(torch.zeros(len(parsed), device=accelerator.device))
     total = 0
     for batch in tqdm(loader, desc="evaluate", leave=False, disable=not (progress and accelerator.is_main_process)):
         pixels, labels, index = split.fetch(batch)
@@ -79,7 +80,7 @@ def evaluate(model: Model, split: PixelSplit, preprocess: ScenePreprocess, metri
                     masks = _masks(model(images), labels)
                     counts = [confusion_matrix(*pair, classes) for pair in zip(masks, labels, strict=True)]
                     matrix += accelerator.gather_for_metrics(torch.stack(counts)).sum(0)
-                    outcomes.append(torch.zeros(len(images), dtype=torch.float64, device=images.device))
+                    outcomes.append(to_float64(torch.zeros(len(images), device=images.device)))
                 elif kind == "mascc":
                     outcomes.append(circular_pixel_agreement(model, images, index, max_shift=reach, seed=seed))
                 elif kind == "mascc_worst":

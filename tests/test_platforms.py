@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 import shiftvit
 from common.data.workers import outlive_sigterm
+from common.evaluation.metrics import circular_pixel_agreement, standard_pixel_agreement, worst_pixel_agreement
 from common.kernels.ahead import Launch, compile_all
 from common.seeding import hashed_uniform
 from common.shifts import random_shifts
@@ -172,3 +174,21 @@ def test_random_numbers_are_drawn_on_apples_devices() -> None:
     assert found.max() < 1
     assert (found - expected).abs().max() < 2**-23
     assert torch.equal(steps, there)
+
+
+@pytest.mark.parametrize("agreement", [
+    partial(circular_pixel_agreement, max_shift=None, seed=0), partial(standard_pixel_agreement, max_shift=3, seed=0),
+])  # fmt: skip
+def test_masks_are_compared_on_apples_devices(agreement: Callable[..., torch.Tensor]) -> None:
+    images, index = torch.randn(4, 3, 16, 16), torch.arange(4)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.arange(16) - 8)  # where a pixel lies counts
+
+    expected = agreement(model, images, index)
+    with Apple():
+        found = agreement(model, images, index)
+    assert 0.1 < expected.mean() < 0.9
+    assert (found - expected).abs().max() < 1e-6
+    with Apple():
+        assert (worst_pixel_agreement(model, images, 2) <= 1).all()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.choice import to_float64
 from ..seeding import derive_seed
 from ..shifts import circular_shift, random_shifts, shift_and_crop, standard_shift
 
@@ -204,7 +205,7 @@ def confusion_matrix(predicted: Tensor, labels: Tensor, classes: int, ignore_ind
 
 def mean_iou(matrix: Tensor) -> float:
     """Mean over classes of |label and prediction| / |label or prediction| of a confusion matrix, in percent."""
-    matrix = matrix.double().cpu()
+    matrix = matrix.cpu().double()
     union = matrix.sum(0) + matrix.sum(1) - matrix.diag()
     if not union.any():
         raise ValueError("no pixel to measure on: all labels are ignored")
@@ -220,7 +221,7 @@ def circular_pixel_agreement(model: Model, images: Tensor, index: Tensor, *, max
     for which in (1, 2):
         shift = random_shifts(index, (0, 0), high, seed, which)
         masks.append(circular_shift(predict_pixels(model, circular_shift(images, shift)), -shift))
-    return (masks[0] == masks[1]).sum((1, 2)).double() / (height * width)
+    return to_float64((masks[0] == masks[1]).sum((1, 2))) / (height * width)
 
 
 def standard_pixel_agreement(model: Model, images: Tensor, index: Tensor, *, max_shift: int | None, seed: int,
@@ -241,8 +242,8 @@ def standard_pixel_agreement(model: Model, images: Tensor, index: Tensor, *, max
         mask = F.pad(predict_pixels(model, moved)[:, None], margin, value=-1)  # -1: not seen
         masks.append(standard_shift(mask, -shift, fill=-1)[:, 0])
     seen = (masks[0] >= 0) & (masks[1] >= 0)
-    agreed = ((masks[0] == masks[1]) & seen).sum((1, 2)).double()
-    return agreed / seen.sum((1, 2)).double()
+    agreed = to_float64(((masks[0] == masks[1]) & seen).sum((1, 2)))
+    return agreed / to_float64(seen.sum((1, 2)))
 
 
 def worst_pixel_agreement(model: Model, images: Tensor, reach: int) -> Tensor:
@@ -254,7 +255,7 @@ def worst_pixel_agreement(model: Model, images: Tensor, reach: int) -> Tensor:
             if h or w:
                 moved = predict_pixels(model, images.roll((h, w), (-2, -1)))
                 same = same & (moved.roll((-h, -w), (-2, -1)) == first)
-    return same.sum((1, 2)).double() / (images.shape[-2] * images.shape[-1])
+    return to_float64(same.sum((1, 2))) / (images.shape[-2] * images.shape[-1])
 
 
 def _over_pairs(agreement: Callable[..., Tensor], model: Model, data: Data, pairs: int, seed: int,
