@@ -19,6 +19,7 @@ from conftest import ROOT
 from torch.overrides import TorchFunctionMode
 
 import shiftvit
+from common import create_model
 from common.data.workers import outlive_sigterm
 from common.evaluation.metrics import circular_pixel_agreement, standard_pixel_agreement, worst_pixel_agreement
 from common.kernels.ahead import Launch, compile_all
@@ -192,3 +193,22 @@ def test_masks_are_compared_on_apples_devices(agreement: Callable[..., torch.Ten
     assert (found - expected).abs().max() < 1e-6
     with Apple():
         assert (worst_pixel_agreement(model, images, 2) <= 1).all()
+
+
+class DefaultDevice(TorchFunctionMode):
+    """As where Apple's is the default: whoever wants float64 has to ask for the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("dtype") == torch.float64 and kwargs.get("device") is None:
+            raise TypeError("the MPS framework doesn't support float64")
+        return func(*args, **kwargs)
+
+
+def test_models_are_built_on_apples_devices() -> None:
+    with DefaultDevice():
+        model = create_model("a_swin_micro")
+    expected = dict(create_model("a_swin_micro").named_buffers())
+    assert all(torch.equal(buffer, expected[name]) for name, buffer in model.named_buffers())
+    with torch.device("meta"):
+        assert all(buffer.is_meta for buffer in create_model("a_swin_micro").buffers())

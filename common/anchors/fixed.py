@@ -27,10 +27,11 @@ class Fixed(NoAnchor):
         super().__init__()
         self.score = find_score(score)
         self.sketch = sketch if self.score.needs_layer else 0
-        place = torch.arange(4096, dtype=torch.float64)
-        self.register_buffer("direction", torch.sin(1.0 + 12.9898 * place).float(), persistent=False)
+        place, device = torch.arange(4096, dtype=torch.float64, device="cpu"), torch.get_default_device()
+        direction = torch.sin(1.0 + 12.9898 * place).float()  # the same bits for all: no other device computes them
+        self.register_buffer("direction", direction.to(device), persistent=False)
         uneven = 1 + self.score.tie_break * torch.sin(2 + 7.31 * place)
-        self.register_buffer("window_weights", uneven.float(), persistent=False)
+        self.register_buffer("window_weights", uneven.float().to(device), persistent=False)
         self.register_buffer("zeros", torch.zeros(64), persistent=False)
         if self.sketch:
             (directions,) = drawn(torch.randn, sketch, 4096, dtype=torch.float32)
