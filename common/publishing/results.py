@@ -148,7 +148,7 @@ def command(results: Mapping[str, Any]) -> str:
             words += ["--model_args", *(f"{name}={_word(each)}" for name, each in value.items())]
         elif isinstance(value, bool):
             words.append(f"--{key}" if value else f"--no-{key}")
-        else:
+        elif value is not None or not is_segmenter(results):  # pairs cannot be left out again
             words += [f"--{key}", *map(str, value if isinstance(value, list) else ["none" if value is None else value])]
     words += ["--limit", str(results["limit"])] if results.get("limit") else []
     if results.get("precision", "no") != "no":

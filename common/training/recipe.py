@@ -160,7 +160,9 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else "none" if value in (None, "") else str(value)
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return "none" if value is None else str(value) or "''"
 
 
 def parse_command_line(recipes: Mapping[str, R], default: str, arguments: Sequence[str] | None = None,
