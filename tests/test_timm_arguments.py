@@ -37,9 +37,18 @@ def test_features_are_those_that_timm_would_give(name: str) -> None:
 
 
 def test_maps_of_an_adaptive_model_are_told_here_too() -> None:
-    with pytest.warns(UserWarning, match="begin where its anchors chose.*return_offsets=True") as told:
-        create_model("a_swin_micro", features_only=True)
-    assert [warning.filename for warning in told] == [__file__]
+    create: Any
+    for create in (create_model, timm.create_model):
+        with pytest.warns(UserWarning, match="begin where its anchors chose.*return_offsets=True") as told:
+            create("a_swin_micro", features_only=True)
+        assert [warning.filename for warning in told] == [__file__]
+
+
+@pytest.mark.parametrize("create", [create_model, timm.create_model])
+def test_stages_of_a_whole_model_are_not_passed_over(create: Any) -> None:
+    for name in ("swin_micro", "upernet_swin_micro") if create is create_model else ("swin_micro",):
+        with pytest.raises(TypeError, match="which features_only=True gives"):
+            create(name, out_indices=(0,))
 
 
 @pytest.mark.parametrize("create", [create_model, timm.create_model])
@@ -62,6 +71,7 @@ def test_segmenters_name_their_maps() -> None:
 
 
 HALF = (0.5, 0.5, 0.5)
+THEIRS = "swin_tiny_patch4_window7_224"
 LEVELS = {"mean": HALF, "std": HALF}
 SOURCE = str(ROOT / "swin" / "checkpoints" / "a_swin_micro")
 
@@ -72,6 +82,9 @@ SOURCE = str(ROOT / "swin" / "checkpoints" / "a_swin_micro")
         ({"pretrained_cfg": LEVELS}, {**LEVELS, "resize": 36}),  # timm's crop_pct of 0.875
         ({"pretrained_cfg": PretrainedCfg(**LEVELS)}, {**LEVELS, "resize": 36}),
         ({"pretrained_cfg_overlay": {**LEVELS, "crop_pct": 0.5}}, {**LEVELS, "resize": 64}),
+        ({"pretrained_cfg_overlay": {**LEVELS, "crop_pct": 1.0}, "img_size": 32}, {**LEVELS, "resize": None}),
+        ({"pretrained_cfg_overlay": {**LEVELS, "input_size": (3, 64, 64)}}, {**LEVELS, "resize": 36}),
+        ({"pretrained_cfg_overlay": {"mean": 0.5, "std": (0.5,)}}, {**LEVELS, "resize": 36}),
         ({"pretrained": True, "pretrained_cfg": {"file": SOURCE}, "pretrained_cfg_overlay": {"mean": HALF}},
          {"mean": HALF, "std": (0.35, 0.35, 0.35), "resize": None}),
         ({"pretrained": True, "pretrained_cfg": PretrainedCfg(file=SOURCE)},
@@ -86,7 +99,9 @@ def test_what_timm_was_told_of_images_is_saved(arguments: dict[str, Any], expect
     model.save_pretrained(tmp_path)
     assert Preprocess.load(tmp_path / PREPROCESSOR_NAME) == Preprocess(size=(32, 32), **expected)
     for loaded in (from_pretrained(str(tmp_path)), timm.create_model(f"local-dir:{tmp_path}", pretrained=True)):
-        assert [resolve_model_data_config(loaded)[key] for key in LEVELS] == [told[key] for key in LEVELS]
+        heard = resolve_model_data_config(loaded)
+        assert [heard[key] for key in LEVELS] == [Preprocess(size=(32, 32), **expected).__dict__[key] for key in LEVELS]
+    assert heard["crop_mode"] == told["crop_mode"]  # which timm alone has
 
 
 def test_timm_hears_of_images_what_the_preprocessor_file_says(tmp_path: Path) -> None:
@@ -102,7 +117,7 @@ def test_timm_hears_of_images_what_the_preprocessor_file_says(tmp_path: Path) ->
 def test_a_timm_model_without_values_is_not_adapted() -> None:
     """timm's own is compared with ours first; a default model of ours needs no values."""
     with torch.device("meta"):
-        theirs = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1))
+        theirs = timm.create_model(THEIRS, depths=(1, 1, 1, 1))
         ours: Any = adapt(create_model("swin_micro"))
     with pytest.raises(ValueError, match="is on the meta device, .*: build it and load its weights on a CPU"):
         adapt(theirs)
@@ -141,9 +156,11 @@ def test_accelerates_example_saves_a_model(name: str, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path, max_shard_size="1GB")
 
 
-def test_what_timm_saves_of_our_models_timm_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("crop", [0.875, 1.0])
+def test_what_timm_saves_of_our_models_timm_loads(crop: float, tmp_path: Path) -> None:
     """By timm's own functions to save and to share; else the weights are there, and no name builds their model."""
-    arguments = {"canonical": False, "sketch": 3, "num_classes": 4, "pretrained_cfg_overlay": LEVELS}
+    images = {**LEVELS, "crop_pct": crop}
+    arguments = {"canonical": False, "sketch": 3, "num_classes": 4, "pretrained_cfg_overlay": images}
     model: Any = randomize(timm.create_model("a_swin_micro", **arguments)).eval()
     save_for_hf(model, tmp_path, safe_serialization=True)
     loaded: Any = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
@@ -154,10 +171,22 @@ def test_what_timm_saves_of_our_models_timm_loads(tmp_path: Path) -> None:
     assert loaded.stored_input["mean"] == HALF
 
 
+def test_what_timm_leaves_out_of_our_models_is_told(tmp_path: Path) -> None:
+    """An adapted model came back as the default one, of timm or ours, with other logits; others not at all."""
+    models = {"ours": create_model("a_swin_micro"), "loaded": from_pretrained(SOURCE),
+              "adapted": adapt(timm.create_model("swin_micro")),
+              "timm's": adapt(timm.create_model(THEIRS, depths=(1, 1), num_heads=(3, 6)))}  # fmt: skip
+    for name, model in models.items():
+        save_for_hf(model, tmp_path / name, safe_serialization=True)
+        for load in (from_pretrained, lambda path: timm.create_model(f"local-dir:{path}", pretrained=True)):
+            with pytest.raises(ValueError, match=r"leaves out the arguments .* model.save_pretrained\(DIRECTORY\)"):
+                load(str(tmp_path / name))
+
+
 def test_models_of_other_libraries_say_what_loads_them(tmp_path: Path) -> None:
     """Else the first thing that many people try ends in a list of keys, or of types that they never heard of."""
     theirs, ours, swin = (str(tmp_path / name) for name in ("theirs", "ours", "swin"))
-    for name, directory in (("swin_tiny_patch4_window7_224", theirs), ("a_swin_micro", ours)):
+    for name, directory in ((THEIRS, theirs), ("a_swin_micro", ours)):
         model = timm.create_model(name, **({"depths": (1, 1), "num_heads": (3, 6)} if directory == theirs else {}))
         save_for_hf(model, directory, safe_serialization=True)
         with pytest.raises(ValueError, match=r"saved by timm: .*'local-dir:.*', pretrained=True\) loads it, and adapt"):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .hub import HubModel
+from .hub import OURS, HubModel
 from .registry import PACKAGES
 from .timm_models import input_of_timm
 from .weights import check_state
@@ -56,6 +56,8 @@ def adapt(model: M, **options: Any) -> M:
     elif len(cfg.get("mean") or ()) == len(cfg.get("input_size") or ()) == 3:
         resized = tuple(cfg["input_size"][1:]) != twin.img_size  # timm keeps the size of the published weights there
         kept["stored_input"] = input_of_timm(model)
+    if "pretrained_cfg" in kept:  # else what timm saves would be read as the model that this one was
+        kept["pretrained_cfg"] = {**cfg, "architecture": OURS + twin.model_type}
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     recomputes = any(getattr(module, "grad_checkpointing", False) for module in model.modules())
     state = model.state_dict(keep_vars=True)

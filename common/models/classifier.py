@@ -286,7 +286,8 @@ class Classifier(HubModel):
         if self.timm_settings is None:
             first = next(name for name, module in self.named_modules() if isinstance(module, nn.Conv2d))
             self.timm_settings = {
-                "architecture": self.model_type, "input_size": (self.in_chans, *self.img_size), "pool_size": None,
+                "architecture": OURS + self.model_type,
+                "input_size": (self.in_chans, *self.img_size), "pool_size": None,
                 "fixed_input_size": True, "num_classes": self.num_classes, "mean": IMAGENET_DEFAULT_MEAN,
                 "std": IMAGENET_DEFAULT_STD,
                 "crop_pct": 0.875, "interpolation": "bicubic", "first_conv": first, "classifier": "head.fc",

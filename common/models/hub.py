@@ -170,6 +170,9 @@ class HubModel(nn.Module):
         """The arguments of a stored model and the names of its classes, checked. ``overrides`` must be known, too."""
         config = read_config(resolve_file(source, CONFIG_NAME, **hub))
         model_type = config.pop("model_type", "").removeprefix(OURS)
+        if not model_type and "architecture" in config:
+            raise ValueError(f"{source} was saved by a function of timm, which leaves out the arguments of this model: "
+                             "save it by model.save_pretrained(DIRECTORY)")  # fmt: skip
         if model_type != cls.model_type:
             raise ValueError(f"{source} holds a {model_type!r} model, not {cls.model_type!r}: "
                              "use common.from_pretrained, which picks the class")  # fmt: skip

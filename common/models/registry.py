@@ -104,7 +104,10 @@ def from_pretrained(source: str, **kwargs: Any) -> HubModel:
     if "architectures" in config and not named.startswith(OURS):
         raise ValueError(f"{source} is a model of transformers: weights of its Swin, SwinV2 and CvT become ours by "
                          "--source transformers of the folder's convert.py")  # fmt: skip
-    if "architecture" in config and not named:
+    if not named and (known := str(config.get("architecture", ""))).startswith(OURS):
+        named = known  # whose class says what is missing
+    elif not named and known:
+        _builders()  # which timm knows from now on
         place = f"{'local-dir' if os.path.isdir(source) else 'hf-hub'}:{source}"
         raise ValueError(f"{source} was saved by timm: timm.create_model({place!r}, pretrained=True) loads it, and "
                          "adapt() makes timm's Swin, SwinV2 or MViTv2 one of ours")  # fmt: skip

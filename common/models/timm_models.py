@@ -7,7 +7,7 @@ A name that timm uses itself (``mvitv2_tiny``) stays timm's.
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import timm
@@ -24,7 +24,7 @@ __all__ = ["expose", "expose_saved", "finish", "input_of_timm"]
 SIZE = ("depths", "embed_dim", "embed_dims")
 """Arguments by which the variants of an architecture are told apart."""
 
-INPUT = ("input_size", "mean", "std", "crop_pct", "crop_mode")
+INPUT = {"input_size", "mean", "std", "crop_pct"}
 """What timm's configuration and a preprocessor file both say."""
 
 Source = tuple[str, dict[str, Any]]
@@ -100,17 +100,18 @@ def _register(name: str, load: Callable[..., HubModel]) -> None:
               global_pool: str | None = None, pretrained_model_args: Any = None,
               **kwargs: Any) -> nn.Module:  # fmt: skip
         found, given = _given(pretrained_cfg), dict(pretrained_cfg_overlay or {})
-        config = {**found, **given}
-        source = _source(config, cache_dir)
+        source = _source(found | given, cache_dir)
         read = source is not None and "source" in found and has_config(source[0], **source[1])  # of ours, by timm
         model: Any = load(source, pretrained, **kwargs)  # kwargs hold pretrained_model_args, of a config.json of timm's
-        if {"img_size", "in_chans"} & kwargs.keys():  # of the model's own size
-            config = {key: value for key, value in config.items() if key not in ("input_size", "crop_pct")}
+        stored, drop = pretrained_model_args or {}, set[str]()
+        if any(kwargs.get(key) != stored.get(key) for key in ("img_size", "in_chans")):  # of the model's own size
+            drop |= {"input_size", "crop_pct"}
         if read and model.stored_input:  # the preprocessor file has the say
-            config = {key: value for key, value in config.items() if key not in INPUT} | given
+            drop |= INPUT
+        config = {key: value for key, value in found.items() if key not in drop} | given
         model.pretrained_cfg = model.default_cfg = {**model.default_cfg, **config, "architecture": name}
         _take_given(model, given if read else config)
-        return finish(model, features_only, out_indices, global_pool)
+        return finish(model, features_only, out_indices, global_pool, stacklevel=4)
 
     entry.__name__ = entry.__qualname__ = name
     entry.__module__ = __name__
@@ -118,7 +119,7 @@ def _register(name: str, load: Callable[..., HubModel]) -> None:
     timm.models.register_model(entry)
 
 
-def finish(model: Any, features_only: bool, out_indices: Any, global_pool: str | None) -> Any:
+def finish(model: Any, features_only: bool, out_indices: Any, global_pool: str | None, stacklevel: int = 3) -> Any:
     """What timm's arguments, which are none of a model's own, ask for: the model, or its maps alone."""
     if isinstance(getattr(model, "head", None), nn.Module):  # a classifier
         pool = getattr(getattr(model.head, "global_pool", None), "pool_type", "token")
@@ -130,11 +131,13 @@ def finish(model: Any, features_only: bool, out_indices: Any, global_pool: str |
         raise ValueError("features_only and global_pool are for classifiers: a segmenter's maps are those that "
                          "model.forward_backbone(x) gives")  # fmt: skip
     if not features_only:
+        if out_indices is not None:
+            raise TypeError("out_indices chooses maps, which features_only=True gives")
         return model
     if model.adaptive:
         warnings.warn("maps of an adaptive model begin where its anchors chose, not at the corner of the image: to "
                       "know where, create the whole model and call forward_intermediates(x, return_offsets=True)",
-                      stacklevel=3)  # fmt: skip
+                      stacklevel=stacklevel)  # fmt: skip
     return FeatureGetterNet(model, out_indices=len(model.feature_info) if out_indices is None else out_indices)
 
 
@@ -146,12 +149,15 @@ def _given(pretrained_cfg: Any) -> dict[str, Any]:
 
 
 def _take_given(model: Any, given: dict[str, Any]) -> None:
-    """Have the preprocessor file of a model say what its user told timm of its images."""
+    """Have the preprocessor file of a model say what its user told timm of its images. How they are cropped it cannot
+    say, so config.json does."""
     if not given.keys() & {"mean", "std", "crop_pct"} or model.in_chans != 3:
         return
     stored = model.stored_input if "crop_pct" not in given else None
     sizes = {key: stored.get(key) for key in ("size", "resize")} if stored else {}
-    model.stored_input = input_of_timm(model) | sizes
+    model.stored_input = input_of_timm(model, model.img_size) | sizes
+    crop = timm.data.resolve_model_data_config(model)["crop_mode"]
+    model.pretrained_cfg = model.default_cfg = {**model.default_cfg, "crop_mode": crop}
 
 
 def _source(config: dict[str, Any], cache_dir: str | None) -> Source | None:
@@ -161,10 +167,16 @@ def _source(config: dict[str, Any], cache_dir: str | None) -> Source | None:
     return (repository, {"revision": revision or None, "cache_dir": cache_dir}) if repository else None
 
 
-def input_of_timm(model: nn.Module) -> dict[str, Any]:
-    """How a timm model's images are prepared, as a file beside ours says it."""
+def input_of_timm(model: nn.Module, size: tuple[int, int] | None = None) -> dict[str, Any]:
+    """How a timm model's images are prepared, as a file beside ours says it. ``size``: if not as timm says."""
     config = timm.data.resolve_model_data_config(model)
-    size = tuple(config["input_size"][1:])
+    size = size or tuple(config["input_size"][1:])
     resize = math.floor(max(size) / config["crop_pct"])  # as timm rounds
-    return {"size": size, "resize": resize if resize > max(size) else None, "mean": tuple(config["mean"]),
-            "std": tuple(config["std"])}  # fmt: skip
+    return {"size": size, "resize": resize if resize > max(size) else None, "mean": _for_colours(config["mean"]),
+            "std": _for_colours(config["std"])}  # fmt: skip
+
+
+def _for_colours(levels: float | Sequence[float]) -> tuple[float, ...]:
+    """A mean or deviation of red, green and blue; timm takes one for all, too."""
+    each = (levels,) if isinstance(levels, int | float) else tuple(levels)
+    return each * 3 if len(each) == 1 else each
