@@ -325,6 +325,12 @@ def test_preprocessing_is_saved_again(name: str, tmp_path: Path) -> None:
     assert one == other
 
 
+def test_a_broken_config_of_before_does_not_keep_a_model_from_being_saved(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_NAME).write_bytes(b'{"a": "\xff"}')
+    create_model("swin_micro").save_pretrained(tmp_path)
+    assert from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_models_adapted_to_another_size_see_images_of_it(trained: bool, tmp_path: Path) -> None:
     """An adaptive model takes those of the old size, too: else it is used with them, without a word."""

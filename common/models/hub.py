@@ -98,7 +98,7 @@ class HubModel(nn.Module):
                     "pruned or wrapped; reset_classifier replaces a head)")  # fmt: skip
         state = {name: tensor.contiguous() for name, tensor in state.items()}
         text, file = json.dumps(config, indent=2) + "\n", directory / CONFIG_NAME
-        replaced = file.is_file() and file.read_text() != text
+        replaced = file.is_file() and file.read_text(encoding="utf-8", errors="replace") != text
         for name, write in (
             (CONFIG_NAME, lambda path: Path(path).write_text(text)),
             (WEIGHTS_NAME, lambda path: save_file(state, path, metadata={"format": "pt"})),
