@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any import: no test may depend on a network
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -29,6 +31,9 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 ROOT = Path(__file__).resolve().parents[1]
 
+
+timm_keeps_arguments = pytest.mark.skipif(Version(timm.__version__) < Version("1.0.31"),
+                                          reason="timm before 1.0.31 saves a model without its arguments")  # fmt: skip
 
 interpreted = pytest.mark.interpreted
 """Kernels against their torch forms, in Triton's interpreter: run by ``test_interpreter.py``."""

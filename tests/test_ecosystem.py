@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import ROOT, randomize
+from conftest import ROOT, randomize, timm_keeps_arguments
 from timm.data import create_transform, resolve_data_config, resolve_model_data_config
 from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from torch import Tensor
@@ -239,6 +239,7 @@ def test_a_timm_model_in_bfloat16_is_adapted_and_keeps_how_images_are_prepared(t
     assert (stored.size, stored.resize, stored.mean, stored.std) == ((56, 56), 62, cfg["mean"], cfg["std"])
 
 
+@timm_keeps_arguments
 def test_adapted_timm_models_see_what_timm_models_see(tmp_path: Path) -> None:
     """timm takes 0.875 where no crop_pct is given: else an adapted model sees images at another scale."""
     cfg = {"crop_pct": None, "input_size": (3, 56, 56)}

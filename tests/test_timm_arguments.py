@@ -8,7 +8,7 @@ import timm
 import torch
 import transformers
 from accelerate import Accelerator
-from conftest import ROOT, randomize
+from conftest import ROOT, randomize, timm_keeps_arguments
 from timm.data import create_transform, resolve_model_data_config
 from timm.models import PretrainedCfg, save_for_hf
 
@@ -156,6 +156,7 @@ def test_accelerates_example_saves_a_model(name: str, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path, max_shard_size="1GB")
 
 
+@timm_keeps_arguments
 @pytest.mark.parametrize("crop", [0.875, 1.0])
 def test_what_timm_saves_of_our_models_timm_loads(crop: float, tmp_path: Path) -> None:
     """By timm's own functions to save and to share; else the weights are there, and no name builds their model."""
@@ -183,6 +184,7 @@ def test_what_timm_leaves_out_of_our_models_is_told(tmp_path: Path) -> None:
                 load(str(tmp_path / name))
 
 
+@timm_keeps_arguments
 def test_models_of_other_libraries_say_what_loads_them(tmp_path: Path) -> None:
     """Else the first thing that many people try ends in a list of keys, or of types that they never heard of."""
     theirs, ours, swin = (str(tmp_path / name) for name in ("theirs", "ours", "swin"))
