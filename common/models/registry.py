@@ -104,14 +104,13 @@ def from_pretrained(source: str, **kwargs: Any) -> HubModel:
     if "architectures" in config and not named.startswith(OURS):
         raise ValueError(f"{source} is a model of transformers: weights of its Swin, SwinV2 and CvT become ours by "
                          "--source transformers of the folder's convert.py")  # fmt: skip
-    if not named and (known := str(config.get("architecture", ""))).startswith(OURS):
-        named = known  # whose class says what is missing
-    elif not named and known:
+    architecture = str(config.get("architecture", ""))  # for timm: of ours, and the class says what is missing
+    if not named and architecture and not architecture.startswith(OURS):
         _builders()  # which timm knows from now on
         place = f"{'local-dir' if os.path.isdir(source) else 'hf-hub'}:{source}"
         raise ValueError(f"{source} was saved by timm: timm.create_model({place!r}, pretrained=True) loads it, and "
                          "adapt() makes timm's Swin, SwinV2 or MViTv2 one of ours")  # fmt: skip
-    model_type = named.removeprefix(OURS)
+    model_type = (named or architecture).removeprefix(OURS)
     if model_type not in PACKAGES:
         raise ValueError(f"{source}: model_type is {model_type!r}, expected one of {tuple(OURS + t for t in PACKAGES)}")
     return class_of(model_type).from_pretrained(source, **kwargs)

@@ -175,7 +175,7 @@ def load_checkpoint(accelerator: Accelerator, path: Path, identity: dict[str, An
     accelerator.step = 0  # a checkpoint lies between optimizer steps, whatever the accumulation was or is
     progress = Progress(**state["progress"])
     if accelerator.num_processes != state["processes"]:
-        images = "the same images, but " * (ordered in (None, order))
+        images = "the same images, but " if ordered in (None, order) else ""
         accelerator.print(f"{state['processes']} processes wrote {path}, {accelerator.num_processes} go on: with "
                           f"{images}other random numbers (drop path)")  # fmt: skip
         if accelerator.process_index >= state["processes"]:  # has no state of its own
