@@ -106,6 +106,17 @@ def test_mixing_blends_images_and_targets_alike() -> None:
     assert kinds == {"cutmix", "mixup"}
 
 
+def test_some_batches_are_left_unmixed() -> None:
+    """With all of them mixed, a small model may never learn what a whole image looks like."""
+    mixing = Mixing(mixup=0.8, cutmix=1.0, label_smoothing=0.1, num_classes=4, probability=0.5)
+    x, labels = torch.rand(6, 3, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1])
+    found = [mixing(x.clone(), labels, 0, 0, number) for number in range(24)]
+    whole = [targets for mixed, targets in found if torch.equal(mixed, x)]
+    assert 6 <= len(whole) <= 18
+    smoothed = 0.025 + 0.9 * torch.nn.functional.one_hot(labels, 4)
+    assert all(torch.allclose(targets.float(), smoothed) for targets in whole)
+
+
 def test_seeded_blocks_restore_the_generators() -> None:
     def draw() -> tuple[float, ...]:
         return random.random(), np.random.random(), torch.rand(()).item()

@@ -203,10 +203,12 @@ def _erase(x: Tensor, index: Tensor, probability: float, *seeds: int, tries: int
 
 
 class Mixing:
-    """Mixup and cutmix of a batch (one of the two per batch, with its mirror), and smoothed soft targets; by timm."""
+    """Mixup and cutmix of a batch (one of the two per batch, with its mirror; neither but with ``probability``), and
+    smoothed soft targets; by timm."""
 
-    def __init__(self, *, mixup: float, cutmix: float, label_smoothing: float, num_classes: int) -> None:
-        self.mix = Mixup(mixup_alpha=mixup, cutmix_alpha=cutmix, label_smoothing=label_smoothing,
+    def __init__(self, *, mixup: float, cutmix: float, label_smoothing: float, num_classes: int,
+                 probability: float = 1.0) -> None:  # fmt: skip
+        self.mix = Mixup(mixup_alpha=mixup, cutmix_alpha=cutmix, prob=probability, label_smoothing=label_smoothing,
                          num_classes=num_classes)  # fmt: skip
 
     def __call__(self, images: Tensor, labels: Tensor, *seeds: int) -> tuple[Tensor, Tensor]:

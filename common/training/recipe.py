@@ -71,6 +71,7 @@ class Recipe(BaseRecipe):
     label_smoothing: float = 0.0  # share of each label that is spread over all classes
     mixup: float = 0.0  # alpha of mixup; if cutmix is on, too, each batch gets one of the two
     cutmix: float = 0.0  # alpha of cutmix
+    mixup_prob: float = 1.0  # probability that a batch is mixed at all
     resize: int | None = None  # side before the centre crop; none: no crop
     rotate: float = 0.0  # random rotation by up to this many degrees
     scale: float = 0.0  # random scaling by up to this share
@@ -116,7 +117,7 @@ LEAST: Mapping[str, float] = {
     **dict.fromkeys(("lr", "std", "layer_decay", "ratio_range", "max_class_share"), 1e-30),
     **dict.fromkeys(("epochs", "steps", "lr_batch", "warmup_epochs", "warmup_steps", "warmup_lr", "min_lr",
                      "weight_decay", "betas", "clip_grad", "drop_path", "ema_decay", "seed", "label_smoothing", "mixup",
-                     "cutmix", "shift", "erase", "cpu_threads", "dataloader_num_workers", "eval_every",
+                     "cutmix", "mixup_prob", "shift", "erase", "cpu_threads", "dataloader_num_workers", "eval_every",
                      "checkpointing_steps", "checkpointing_minutes", "max_skipped", "auxiliary", "multiple", "scale"),
                     0),
 }  # fmt: skip

@@ -163,7 +163,8 @@ class Classification(Task[Recipe]):
         self.model.name_classes(train.classes)
         self.train_split = train.prepared(self.preprocess, seed=recipe.seed).to(accelerator.device)
         self.test_split = test.to(accelerator.device)
-        self.mixing = Mixing(mixup=recipe.mixup, cutmix=recipe.cutmix, label_smoothing=recipe.label_smoothing,
+        self.mixing = Mixing(mixup=recipe.mixup, cutmix=recipe.cutmix, probability=recipe.mixup_prob,
+                             label_smoothing=recipe.label_smoothing,
                              num_classes=len(train.classes)) if recipe.mixup or recipe.cutmix else None  # fmt: skip
         part, rest = divmod(recipe.batch_size, accelerator.num_processes * accelerator.gradient_accumulation_steps)
         if self.mixing is not None and not rest:  # now: else an earlier run is set aside for nothing
