@@ -20,9 +20,9 @@ DIGITS = replace(rows.DIGITS, model="a_cvt_micro", epochs=50, lr=2e-3, warmup_ep
 ``accelerate launch cvt/train.py``
 """
 
-CIFAR10_MINI = replace(rows.MINI, model="a_cvt_mini", drop_path=0.0)
-"""CIFAR-10 at its own 32 px, a small model of photographs: 100 epochs of 195 steps, 7 minutes on an
-H200 beside five other runs.
+CIFAR10_MINI = replace(rows.MINI, model="a_cvt_mini", epochs=110, drop_path=0.0)
+"""CIFAR-10 at its own 32 px, a small model of photographs: 110 epochs of 195 steps, 7 minutes on an H200 beside four
+other runs: 87.27 % top-1.
 
 ``accelerate launch cvt/train.py --recipe cifar10_mini``
 """

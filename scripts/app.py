@@ -20,7 +20,7 @@ from shiftvit.page.build import build_page, serve
 from shiftvit.page.masks import load_segmenters
 from shiftvit.page.sides import Side, load_sides
 
-EMBEDDED = {"photographs": ("mvitv2_mini", "a_mvitv2_mini"), "digits": ("swin_micro", "a_swin_micro")}
+EMBEDDED = {"photographs": ("swin_mini", "a_swin_mini"), "digits": ("swin_micro", "a_swin_micro")}
 
 
 def find_sources(args: argparse.Namespace) -> dict[str, tuple[Side, Side]]:

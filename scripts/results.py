@@ -96,7 +96,8 @@ def render(folder: Path) -> str:
         format_table([ablation_row(name, swin.RECIPES[name], folder) for name in ABLATION]),
         "", "## Other runs", "",
         "On CIFAR-10: runs with other settings than a row (`docs/scores.md`), shorter runs, runs of older code. Mini",
-        "models see images at their own 32 px; MViTv2's come with the code, the adaptive one as trained last.", "",
+        "models see images at their own 32 px. Those measured in float32 come with the code, all but `mvitv2_mini`.",
+        "",
         format_table([other_row(run) for run in runs if run not in in_rows]),
         "", "## Digits", "",
         "Micro models, 360 held-out digits, trained on one CPU thread. Adaptive models but A-Swin have sketch=16, the",
@@ -143,7 +144,7 @@ CIFAR = [
     "shifts of any length. Two more suspects: it names RandAugment for ImageNet alone (`swin_mini` has 81 % S-Cons",
     "with it, 60 without); its table resizes to 256 and crops 224, as we do, its text to 224.", "",
 ]  # fmt: skip
-STRENGTHS = ("shift", "mixup", "cutmix", "erase", "rand_augment")
+STRENGTHS = {"shift": 0, "mixup": 0, "cutmix": 0, "mixup_prob": 1, "erase": 0, "rand_augment": ""}  # if not that
 LEAST = 20  # epochs of a run that stands in a row
 LENGTH = {"data", "epochs", "warmup_epochs", "seed", "metrics"}
 """Settings in which a run may differ from its row: how long, and with which random numbers."""
@@ -321,7 +322,8 @@ def other_row(run: dict[str, Any]) -> dict[str, Any]:
     return {"model": run["model"], "arguments": arguments, **{key: run.get(key) for key in TITLES.values()},
             "epochs": length(run), "batch": settings["batch_size"],
             "lr": f"{settings['lr'] * settings['batch_size'] / (settings['lr_batch'] or settings['batch_size']):.2g}",
-            "augmentation": ", ".join(f"{key} {settings[key]}" for key in STRENGTHS if settings.get(key)) or "flip",
+            "augmentation": ", ".join(f"{key} {settings[key]}" for key, none in STRENGTHS.items()
+                                      if settings.get(key, none) != none) or "flip",
             "commit": run.get("commit", "-"),
             "note": run.get("note", "-")}  # fmt: skip
 

@@ -53,7 +53,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 
 RECIPE = Recipe(model="", epochs=12, batch_size=256, lr=1e-3, lr_batch=0, warmup_epochs=2, warmup_lr=1e-5, min_lr=1e-5,
                 label_smoothing=0.1, flip=True, mean=(0.491, 0.482, 0.447), std=(0.247, 0.243, 0.262))  # fmt: skip
-DEPTHS = {"depths": (2, 4, 2)}  # 2.4 to 2.9 M parameters, with which the study was measured
+SHAPE = {"depths": (2, 4, 2)}  # 2.4 to 2.9 M parameters, with which the study was measured
+SHAPES = {"swin": {**SHAPE, "embed_dim": 64, "num_heads": (2, 4, 8)}}  # the others have such widths by default
 WATCHED = 512  # test images whose anchors are looked at after every epoch
 
 
@@ -128,7 +129,7 @@ def run(family: str, variant: str, seed: int, args: argparse.Namespace) -> None:
     arguments = VARIANTS[variant]
     model = f"{family}_mini" if arguments is None else f"a_{family}_mini"
     recipe = Recipe(**{**RECIPE.settings(), "model": model, "data": args.data, "seed": seed, "epochs": args.epochs,
-                       "warmup_epochs": args.epochs / 8, "model_args": DEPTHS | (arguments or {}),
+                       "warmup_epochs": args.epochs / 8, "model_args": SHAPES.get(family, SHAPE) | (arguments or {}),
                        "batch_size": min(RECIPE.batch_size, args.limit or RECIPE.batch_size)})  # fmt: skip
     output = args.output_dir / name_of(family, variant, seed)
     results = train("score_study", recipe, RunOptions(output_dir=str(output), compile=args.compile, eval_every=1,

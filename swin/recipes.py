@@ -23,9 +23,11 @@ DIGITS = replace(rows.DIGITS, model="a_swin_micro", epochs=75, lr=2e-3, warmup_e
 ``accelerate launch swin/train.py``
 """
 
-CIFAR10_MINI = replace(rows.MINI, model="a_swin_mini", epochs=400, drop_path=0.0)
-"""CIFAR-10 at its own 32 px, a small model of photographs: 400 epochs of 195 steps, 13 minutes on an
-H200 beside five other runs.
+CIFAR10_MINI = replace(rows.MINI, model="a_swin_mini", epochs=340, drop_path=0.0, rand_augment="rand-m9-mstd0.5-inc1",
+                       erase=0.25, mixup=0.8, cutmix=1.0, mixup_prob=0.5)  # fmt: skip
+"""CIFAR-10 at its own 32 px, a small model of photographs: 340 epochs of 195 steps, 15 minutes on an H200 beside four
+other runs, then two. With two operations of RandAugment, random erasing and every other batch mixed it reaches 89.64 %
+in bf16, where it was trained, 89.32 in float32; its default model 89.78 and 89.76. Without mixing: 89.22, 89.32.
 
 ``accelerate launch swin/train.py --recipe cifar10_mini``
 """

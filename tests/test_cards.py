@@ -20,7 +20,8 @@ from common.data.splits import load_digits_data
 from common.models.registry import parse_arguments
 from common.publishing import cards
 from common.publishing import manifest as manifests
-from common.publishing.results import command, data_of, measured, package_of, public_results, recipes_of
+from common.publishing.results import (command, data_of, measured, package_of, public_results, read_results,
+                                       recipes_of)  # fmt: skip
 from common.training.recipe import parse_command_line
 
 
@@ -250,9 +251,9 @@ def test_names_with_spaces_are_one_word_of_the_command() -> None:
 
 def test_a_run_that_ended_early_says_so() -> None:
     """Else its numbers pass for those of the whole schedule."""
-    text = (ROOT / "mvitv2/checkpoints/mvitv2_mini/README.md").read_text()
-    results = json.loads((ROOT / "results/mvitv2_cifar10_mini_default.json").read_text())
+    model, results = create_model("mvitv2_mini"), read_results(ROOT / "results/mvitv2_cifar10_mini_default.json")
     whole = {**results, "epochs": results["settings"]["epochs"]}
+    text = cards.model_card(model, results, source="mvitv2_mini")
     assert "69 of 88, measured before the end of its schedule" in text
     assert results["note"] in text
-    assert "before the end" not in cards.model_card(create_model("mvitv2_mini"), whole, source="mvitv2_mini")
+    assert "before the end" not in cards.model_card(model, whole, source="mvitv2_mini")

@@ -24,7 +24,6 @@ __all__ = ["FILES", "digests", "entry", "main", "manifest", "render", "training_
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (CONFIG_NAME, WEIGHTS_NAME, PREPROCESSOR_NAME)
-EMBEDDED = ("digits", "cifar10_mini", "cifar10_mini_default")  # recipes of checkpoints that come with the code
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -94,11 +93,13 @@ def training_runs() -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _run_of(directory: Path, runs: Iterable[tuple[Path, dict[str, Any]]]) -> tuple[Path, dict[str, Any]]:
-    """The run that made an embedded checkpoint, by the model's name."""
+    """The run that made an embedded checkpoint: it says so by the digest of these weights."""
+    digest = digests(directory)[WEIGHTS_NAME]
     for path, run in runs:
-        if run["model"] == directory.name and run["recipe"] in EMBEDDED:
+        if run.get("weights") == digest:
             return path, run
-    raise ValueError(f"no file in results/ tells how {directory.relative_to(ROOT)} was trained: add its results.json")
+    raise ValueError(f"no file in results/ tells how {directory.relative_to(ROOT)} was trained: add its results.json, "
+                     f'with "weights": "{digest}"')  # fmt: skip
 
 
 def _checkpoints(package: str) -> list[Path]:
