@@ -20,7 +20,7 @@ from common.models.registry import MODEL_ARGUMENTS, parse_arguments
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="directory of a trained model, or a Hub id")
+    parser.add_argument("--model", required=True, help="directory, Hub id, or name of a checkpoint here")
     parser.add_argument("--data", required=True, help="'digits', a folder, or a Hub id")
     add_split(parser)
     parser.add_argument("--parts", nargs="+", choices=FULL, default=list(FULL), help="what to measure (all)")

@@ -21,7 +21,7 @@ from common.evaluation.exactness import PRECISIONS, count_identical
 from common.evaluation.flags import add_device, count
 from common.evaluation.tables import format_table, write_json
 from common.models.hub import HubModel, resolve_file
-from common.models.registry import MODEL_ARGUMENTS, parse_arguments
+from common.models.registry import MODEL_ARGUMENTS, is_fresh, parse_arguments
 from segmentation import UperNet
 from segmentation.data import load_evaluation as scenes_of
 from segmentation.preprocess import ScenePreprocess
@@ -31,7 +31,8 @@ from segmentation.splits import EncodedScenes
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list_models("*_micro", exclude_filters="upernet_*"),
-                        help="names (random weights in every layer) or directories")  # fmt: skip
+                        help="directories, Hub ids, or names (of a checkpoint here; without one, random weights in "
+                        "every layer)")  # fmt: skip
     parser.add_argument("--data", default="digits", help="'digits' or a folder; its evaluation split is used")
     parser.add_argument("--images", type=count, default=1000, help="images to classify")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["float32", "bf16"],
@@ -48,7 +49,8 @@ def main() -> None:
         split = read(isinstance(model, UperNet), args.data)
         if isinstance(split, EncodedScenes):
             raise ValueError(f"{args.data} has scenes of several sizes, or too many for memory: give some of one size")
-        if name in list_models():
+        if is_fresh(name):
+            print(f"{name}: random weights in every layer, as no checkpoint here has this name")
             preprocess: Any = Preprocess(size=model.img_size, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))  # type: ignore
         else:
             kind = ScenePreprocess if isinstance(model, UperNet) else Preprocess
@@ -70,7 +72,7 @@ def read(scenes: bool, data: str) -> Any:
 
 
 def load(name: str, **arguments: Any) -> HubModel:
-    if name in list_models():
+    if is_fresh(name):
         torch.manual_seed(0)  # the same weights whatever models come before
         model = create_model(name, **arguments)
         generator = torch.Generator().manual_seed(0)

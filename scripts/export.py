@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 import shiftvit
-from common import create_model, from_pretrained, list_models
+from common import create_model, from_pretrained
 from common.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PREPROCESSOR_NAME, Preprocess
 from common.data.splits import load_digits_data
 from common.evaluation.evaluate import warn_of_fresh_weights
 from common.evaluation.flags import count, whole
 from common.evaluation.tables import format_table, write_json
-from common.models.hub import HubModel, embedded
+from common.models.hub import HubModel
+from common.models.registry import is_fresh
 from common.publishing.export import FORMATS, Normalised, check_exported, export_model, load_exported
 
 
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 def load(source: str) -> tuple[HubModel, dict[str, Any]]:
     """A model and the mean and std that its images are normalised with (ImageNet's where none are stored)."""
     normalisation: dict[str, Any] = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
-    if source in list_models() and not embedded(source):
+    if is_fresh(source):
         warn_of_fresh_weights(source)
         torch.manual_seed(0)
         return create_model(source).eval(), normalisation

@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import shiftvit
-from common import from_pretrained, list_models
+from common import from_pretrained
 from common.data.images import read_image
 from common.data.preprocess import PREPROCESSOR_NAME, Preprocess
 from common.evaluation.evaluate import from_timm
 from common.evaluation.flags import add_device, count
 from common.evaluation.tables import format_table, write_json
-from common.models.hub import embedded, resolve_file
+from common.models.hub import resolve_file
+from common.models.registry import is_fresh
 from common.shifts import circular_shift, standard_shift
 from segmentation import UperNet
 from segmentation.inference import write_masks
@@ -73,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="files to classify")
     parser.add_argument("--model", action="append", required=True,
-                        help="directory, Hub id or timm:NAME; repeat it for a second model")  # fmt: skip
+                        help="directory, Hub id, timm:NAME, or name of a checkpoint here; repeat it for a second "
+                        "model")  # fmt: skip
     parser.add_argument("--top", type=count, default=5, help="most likely classes to show (%(default)s)")
     parser.add_argument("--classes", help="class names, instead of those stored with the model: a "
                         "file with one per line, or 'imagenet-1k'")  # fmt: skip
@@ -160,7 +162,7 @@ def load(source: str, classes: str | None, device: str) -> Predictor:
         model.eval()
         subset = None if classes or getattr(model, "class_names", ()) else infer_imagenet_subset(model)
         classes = "imagenet-1k" if subset == "imagenet-1k" else classes
-    elif source in list_models() and not embedded(source):
+    elif is_fresh(source):
         raise ValueError(f"{source} is the name of a model with fresh weights, whose labels mean nothing: give a "
                          "directory, a Hub id or timm:NAME")  # fmt: skip
     else:

@@ -32,7 +32,7 @@ from common.evaluation.metrics import (
 )
 from common.evaluation.tables import format_table, precision_name, write_json
 from common.models.hub import resolve_file
-from common.models.registry import create_model, from_pretrained, list_models
+from common.models.registry import create_model, from_pretrained, is_fresh
 from common.ops.choice import to_float64
 from common.shifts import random_shifts
 
@@ -115,7 +115,8 @@ def parse_metric(name: str) -> tuple[str, int | None]:
 def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """``evaluate.py``: measure a model on the evaluation split of a data set, print a table, write JSON, draw."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", required=True, help="directory, Hub id, or name (fresh weights)")
+    parser.add_argument("--model", required=True, help="directory, Hub id, or name (of a checkpoint here; "
+                        "without one, fresh weights)")  # fmt: skip
     parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
     add_split(parser)
     parser.add_argument("--metrics", nargs="*", default=["miou", "mascc", "massc"], help=METRICS)
@@ -141,7 +142,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
     for source in filter(None, (args.model, args.compare)):
         network, stored = load_for_evaluation(source, len(split.classes))
         networks[source] = network.to(accelerator.device)
-        fresh = source in list_models()  # which takes what the other one takes
+        fresh = is_fresh(source)  # which takes what the other one takes
         preprocess = stored if preprocess is None else preprocess if fresh else together(preprocess, stored)
         compare_names(network.class_names, split.classes)
     assert preprocess is not None
@@ -177,16 +178,16 @@ def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, 
 
 def load_for_evaluation(source: str, classes: int) -> tuple[UperNet, ScenePreprocess]:
     """A segmenter by directory, Hub id or name, and the preprocessing stored beside it (else the model's own size)."""
-    named = source in list_models()
-    model = create_model(source, num_classes=classes) if named else from_pretrained(source)
-    warn_of_fresh_weights(source) if named else None
+    fresh = is_fresh(source)
+    model = create_model(source, num_classes=classes) if fresh else from_pretrained(source)
+    warn_of_fresh_weights(source) if fresh else None
     if not isinstance(model, UperNet):
         raise TypeError(f"{source} is a {type(model).__name__}, not a segmenter: use its own folder's evaluate.py")
     if model.num_classes != classes:
         raise ValueError(f"{source} has {model.num_classes} classes, but the data have {classes}: fine-tune it on "
                          "them, or evaluate on its own data")  # fmt: skip
     try:
-        if not named:
+        if not fresh:
             return model.eval(), ScenePreprocess.load(resolve_file(source, PREPROCESSOR_NAME))
     except (FileNotFoundError, EntryNotFoundError):
         warnings.warn(f"{source} has no {PREPROCESSOR_NAME}: ImageNet's mean and std are used", stacklevel=2)

@@ -1,6 +1,7 @@
 """One evaluation for all tables: if a part of it measured something else, a table would be wrong without a sign."""
 
 import json
+import re
 import runpy
 from collections.abc import Callable
 from dataclasses import replace
@@ -266,6 +267,17 @@ def test_leads_are_those_of_trainings_as_long_as_the_defaults() -> None:
     assert list(ours.values()) == ["cifar10_ours", "a_swin_tiny", "50", "-5.00", "+0.00", "+1.00", "+2.00", "+0.50"]
     assert list(augmented.values())[:3] == ["cifar10_augmented", "swin_tiny", "50"]
     assert (augmented["20 %"], augmented["100 %"]) == (None, "-1.00")
+
+
+def test_exactness_is_counted_of_a_trained_model_by_its_name(tmp_path: Path, call: Callable[..., None],
+                                                            capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """Lost otherwise: counts of random weights under the name of a checkpoint, of images prepared for another model."""
+    flags = "--images", "40", "--precisions", "float32", "--device", "cpu", "--json", str(tmp_path / "counts.json")
+    call("scripts/exactness.py", "--models", "swin_micro", "swin/checkpoints/swin_micro", "cvt_micro", *flags)
+    named, given, _ = json.loads((tmp_path / "counts.json").read_text())
+    assert {**named, "model": given["model"]} == given
+    assert 0 < named["same label"] < 40
+    assert re.findall("(.*): random weights", capsys.readouterr().out) == ["cvt_micro"]
 
 
 @pytest.mark.parametrize(("script", "flags"), [

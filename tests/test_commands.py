@@ -223,7 +223,7 @@ def test_a_broken_image_is_named_in_one_line(script: str, fails: Callable[..., l
             Image.new("RGB", (100, 110)).save(tmp_path / part / "only" / f"{i}.png")
         (tmp_path / part / "only" / "2.png").write_bytes(b"no image\nat all")
     flags = {"swin/train.py": f"--batch_size 4 --report_to none --output_dir {tmp_path / 'run'}",
-             "swin/evaluate.py": "--model a_swin_micro"}[script]  # fmt: skip
+             "swin/evaluate.py": "--model cvt_micro"}[script]  # fmt: skip
     (line,) = (line for line in fails(script, "--data", str(tmp_path), "--dataloader_num_workers", "1", *flags.split())
                if "error" in line)  # fmt: skip
     assert f"{Path(script).name}: error: {tmp_path}/" in line  # behind what clears the bar

@@ -175,7 +175,7 @@ def test_a_name_is_the_trained_model_where_there_is_one() -> None:
     assert torch.equal(model.head.fc.weight, trained.head.fc.weight)
     assert normalisation == {"mean": (0.0,) * 3, "std": (0.35,) * 3}
     with pytest.warns(UserWarning, match="fresh weights"):
-        SCRIPT["load"]("swin_mini")
+        SCRIPT["load"]("cvt_micro")
 
 
 def test_a_model_in_half_precision_takes_raw_pixels() -> None:

@@ -161,8 +161,8 @@ def test_evaluation_from_the_command_line_draws(reference: Path, tmp_path: Path)
     (other / "preprocessor_config.json").unlink()
     with pytest.warns(UserWarning, match="has no preprocessor_config.json: ImageNet's mean and std are used"):
         evaluate_cli("", ["--model", str(other), "--limit", "1", "--metrics", "miou"])
-    with pytest.warns(UserWarning, match="fresh weights: segmentation/checkpoints/upernet_a_swin_micro is trained"):
-        evaluate_cli("", ["--model", "upernet_a_swin_micro", "--limit", "1", "--metrics", "miou"])
+    with pytest.warns(UserWarning, match="upernet_swin_micro is the name of a model without a checkpoint"):
+        evaluate_cli("", ["--model", "upernet_swin_micro", "--limit", "1", "--metrics", "miou"])
     with pytest.raises(ValueError, match="unknown metric 'top1': choose among miou"):
         evaluate_cli("", ["--model", str(reference), "--metrics", "top1"])
     with pytest.raises(TypeError, match="is a Swin, not a segmenter"):
@@ -189,7 +189,7 @@ def test_two_processes_count_every_scene_once(reference: Path, tmp_path: Path) -
 
 def test_the_trained_model_in_the_repository() -> None:
     """The README's first command would show noise."""
-    model, preprocess = load_for_evaluation(str(ROOT / "segmentation/checkpoints/upernet_a_swin_micro"), 11)
+    model, preprocess = load_for_evaluation("upernet_a_swin_micro", 11)
     results = evaluate(model, load_scenes("digits")[1].head(40), preprocess, ["miou", "mascc"])
     assert results["miou"] > 75
     assert results["mascc"] == 100.0

@@ -25,10 +25,16 @@ def test_embedded_checkpoints_go_by_name_or_path(tmp_path: Path, monkeypatch: py
             from_pretrained(source)
 
 
-def test_fresh_weights_say_so() -> None:
+def test_a_name_is_its_checkpoint_and_fresh_weights_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lost otherwise: a person evaluates a name, and takes 10 % for the checkpoint's."""
-    with pytest.warns(UserWarning, match="fresh weights: swin/checkpoints/a_swin_micro is trained"):
-        load_for_evaluation("a_swin_micro", 10)
+    model, preprocess = load_for_evaluation("a_swin_micro", 10)
+    assert torch.equal(model.head.fc.weight, from_pretrained("a_swin_micro").head.fc.weight)
+    assert preprocess.mean == (0.0,) * 3
+    with pytest.warns(UserWarning, match="cvt_micro is the name of a model without a checkpoint: it gets fresh"):
+        load_for_evaluation("cvt_micro", 10)
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("cvt_micro")
+    assert load_for_evaluation("cvt_micro", 10)[0].config == model.config
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -22,8 +22,8 @@ from ..data.sources import load_evaluation, shown
 from ..data.splits import Arrays, Split
 from ..data.workers import outlive_sigterm
 from ..models.classifier import Classifier
-from ..models.hub import embedded, resolve_file
-from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, list_models, parse_arguments
+from ..models.hub import resolve_file
+from ..models.registry import MODEL_ARGUMENTS, create_model, from_pretrained, is_fresh, parse_arguments
 from ..models.timm_models import input_of_timm
 from .flags import add_precision, add_split, check_precision, count, whole
 from .metrics import circular_agreement, predict, same_labels, standard_agreement, worst_agreement
@@ -125,9 +125,8 @@ def parse_metric(name: str) -> Metric:
 def main(description: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """A folder's ``evaluate.py``: measure a model on the evaluation split of a data set, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument(
-        "--model", required=True, help="directory, Hub id, timm:NAME (its pretrained weights), or name (fresh weights)"
-    )
+    parser.add_argument("--model", required=True, help="directory, Hub id, timm:NAME (its pretrained weights), or name "
+                        "(of a checkpoint here; without one, fresh weights)")  # fmt: skip
     parser.add_argument("--data", default="digits", help="'digits', a folder, or a Hub id")
     add_split(parser)
     parser.add_argument("--metrics", nargs="+", default=["top1", "c_cons", "s_cons"], help=METRICS)
@@ -206,7 +205,7 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
     model: nn.Module
     if source.startswith("timm:"):
         model, preprocess = from_timm(source.removeprefix("timm:"), **arguments)
-    elif source in list_models():
+    elif is_fresh(source):
         model = create_model(source, **{"num_classes": classes, **arguments})
         warn_of_fresh_weights(source)
         preprocess = Preprocess(size=model.img_size)
@@ -229,9 +228,7 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
 
 def warn_of_fresh_weights(source: str) -> None:
     """Warn that the name of a model builds it with fresh weights."""
-    found = embedded(source)
-    trained = f": {found.parents[1].name}/checkpoints/{source} is trained" if found else ""
-    warnings.warn(f"{source} is the name of a model, built with fresh weights{trained}", stacklevel=3)
+    warnings.warn(f"{source} is the name of a model without a checkpoint: it gets fresh weights", stacklevel=3)
 
 
 def from_timm(name: str, **arguments: Any) -> tuple[nn.Module, Preprocess]:

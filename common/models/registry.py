@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from shiftvit import check_ours
 
-from .hub import CONFIG_NAME, OURS, HubModel, read_config, resolve_file
+from .hub import CONFIG_NAME, OURS, HubModel, embedded, read_config, resolve_file
 from .timm_models import expose, expose_saved, finish
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "create_model",
     "defaults",
     "from_pretrained",
+    "is_fresh",
     "list_models",
     "parse_arguments",
     "register_model",
@@ -114,6 +116,11 @@ def from_pretrained(source: str, **kwargs: Any) -> HubModel:
     if model_type not in PACKAGES:
         raise ValueError(f"{source}: model_type is {model_type!r}, expected one of {tuple(OURS + t for t in PACKAGES)}")
     return class_of(model_type).from_pretrained(source, **kwargs)
+
+
+def is_fresh(source: str) -> bool:
+    """Whether ``source`` names a model and neither a checkpoint of ours nor a directory: it gets fresh weights."""
+    return source in list_models() and not embedded(source) and not Path(source).is_dir()
 
 
 def class_of(model_type: str) -> type[HubModel]:
