@@ -278,4 +278,18 @@ def _register() -> None:
         AutoImageProcessor.register(config, image_processor_classes={"pil": processor, "torchvision": processor})
 
 
+def _recognise_old_folders() -> None:
+    """Have transformers take a model for ours that was saved when ``OURS`` did not stand before its type."""
+    read = PreTrainedConfig.get_config_dict.__func__
+
+    def get_config_dict(cls: Any, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        config, unused = read(cls, *args, **kwargs)
+        if config.get("model_type") in PACKAGES and {"adaptive", "canonical"} <= set(config):
+            config = {**config, "model_type": OURS + config["model_type"]}
+        return config, unused
+
+    PreTrainedConfig.get_config_dict = classmethod(get_config_dict)
+
+
 _register()
+_recognise_old_folders()

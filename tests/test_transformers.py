@@ -147,14 +147,21 @@ def test_a_fresh_model_from_a_config_without_names(tmp_path: Path) -> None:
     assert model(torch.zeros(1, 3, 32, 32)).logits.shape == (1, 10)
 
 
-def test_old_files_still_load_here(tmp_path: Path) -> None:
-    """Files from before 'shiftvit_swin' say 'swin'."""
+@torch.no_grad()
+def test_old_files_still_load(tmp_path: Path) -> None:
+    """Files from before 'shiftvit_swin' say 'swin', and transformers has a Swin of its own: random weights."""
     path = Path(shutil.copytree(SWIN, tmp_path / "old")) / "config.json"
     config = json.loads(path.read_text())
     old = {k: v for k, v in config.items() if k not in ("id2label", "architecture", "pretrained_cfg")}
     path.write_text(json.dumps({**old, "model_type": "swin"}))
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(from_pretrained(str(path.parent))(x), from_pretrained(SWIN)(x))
+    loaded = transformers.AutoModelForImageClassification.from_pretrained(path.parent)
+    assert torch.equal(loaded(x).logits, from_pretrained(SWIN)(x))
+    processor = transformers.AutoImageProcessor.from_pretrained(path.parent)
+    assert processor.image_std == [0.35] * 3
+    transformers.SwinConfig(depths=[1, 1], num_heads=[1, 1]).save_pretrained(tmp_path / "theirs")
+    assert type(transformers.AutoConfig.from_pretrained(tmp_path / "theirs")) is transformers.SwinConfig
 
 
 def test_the_trainers_checkpoints_load(tmp_path: Path) -> None:
