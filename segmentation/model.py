@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from common.models.classifier import Classifier, PaddingMode, resolve_padding, to_pair
 from common.models.hub import HubModel
 from common.models.registry import create_model, defaults, from_pretrained, list_models, register_model
+from common.models.timm_models import timm_of_input
 from common.models.weights import check_state, compare_arguments
 from swin import Swin
 
@@ -75,6 +76,7 @@ class UperNet(HubModel):
                                     upsampling=upsampling, **head)  # fmt: skip
         self.auxiliary_head = FCNHead(dim=dims[-2], channels=auxiliary_channels, **head) if auxiliary_channels else None
         self.init_weights()
+        self.fit_input()
 
     @property
     def canonical(self) -> bool:
@@ -131,6 +133,9 @@ class UperNet(HubModel):
             rows, columns = self.stored_input.get("multiple", (1, 1))
             fits = {"multiple": (math.lcm(rows, self.multiple[0]), math.lcm(columns, self.multiple[1]))}
             self.stored_input |= fits | ({"size": self.img_size, "resize": None} if resized else {})
+        takes = ScenePreprocess(**(self.stored_input or {"size": self.img_size}))
+        self.pretrained_cfg = timm_of_input(self.in_chans, size=takes.evaluation_size(takes.size), mean=takes.mean,
+                                            std=takes.std, interpolation="bilinear")  # fmt: skip
 
     def load_backbone(self, source: str | os.PathLike[str] | Classifier, **hub: Any) -> str:
         """Start from a classifier, default or adaptive: a model, a directory or a Hub id. Its head and the norm before

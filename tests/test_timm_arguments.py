@@ -197,3 +197,15 @@ def test_models_of_other_libraries_say_what_loads_them(tmp_path: Path) -> None:
     transformers.SwinConfig(architectures=["SwinForImageClassification"]).save_pretrained(swin)
     with pytest.raises(ValueError, match="model of transformers: .*--source transformers of the folder's convert.py"):
         from_pretrained(swin)
+
+
+def test_a_segmenter_tells_timm_of_its_images() -> None:
+    """Lost otherwise: scenes of 64 px that timm enlarges to 224 and normalises as ImageNet's."""
+    config = resolve_model_data_config(from_pretrained("upernet_a_swin_micro"))
+    assert (config["input_size"], config["mean"], config["std"]) == ((3, 64, 64), (0.0,) * 3, (0.35,) * 3)
+    assert (config["crop_pct"], config["crop_mode"]) == (1.0, "squash")
+    larger = from_pretrained("upernet_a_swin_micro", img_size=96)
+    assert resolve_model_data_config(larger) == {**config, "input_size": (3, 96, 96)}
+    assert resolve_model_data_config(create_model("upernet_swin_micro"))["input_size"] == (3, 64, 64)
+    adapted = adapt(from_pretrained("upernet_a_swin_micro", adaptive=False))
+    assert resolve_model_data_config(adapted) == config

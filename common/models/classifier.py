@@ -18,6 +18,7 @@ from ..ops.dispatch import rehearse
 from ..ops.embed import embedded
 from ..ops.recompute import recompute
 from .hub import OURS, HubModel
+from .timm_models import timm_of_input
 
 __all__ = [
     "Classifier",
@@ -269,12 +270,7 @@ class Classifier(HubModel):
     def set_input(self, *, size: tuple[int, int], resize: int | None = None, **normalisation: Any) -> None:
         """Tell timm, and files to come, how the model's images are prepared: as a preprocessor file says."""
         self.stored_input = {"size": size, "resize": resize, **normalisation}
-        share = size[0] / (resize or size[0])
-        if resize and math.floor(size[0] / share) < resize:  # rounded up: timm would resize to a pixel less
-            share = math.nextafter(share, 0)
-        crop = {"crop_pct": share, "crop_mode": "squash"}
-        size_of_input = {"input_size": (self.in_chans, *size)}
-        self.pretrained_cfg = {**self.default_cfg, **normalisation, **crop, **size_of_input}
+        self.pretrained_cfg = {**self.default_cfg, **timm_of_input(self.in_chans, **self.stored_input)}
 
     def timm_config(self) -> dict[str, Any]:
         kept = {key: value for key, value in self.default_cfg.items() if key in TIMM_KEYS}

@@ -19,7 +19,7 @@ from torch import nn
 from .hub import WEIGHTS_NAME, HubModel, has_config, read_input, resolve_file
 from .weights import load_weights
 
-__all__ = ["expose", "expose_saved", "finish", "input_of_timm"]
+__all__ = ["expose", "expose_saved", "finish", "input_of_timm", "timm_of_input"]
 
 SIZE = ("depths", "embed_dim", "embed_dims")
 """Arguments by which the variants of an architecture are told apart."""
@@ -174,6 +174,15 @@ def input_of_timm(model: nn.Module, size: tuple[int, int] | None = None) -> dict
     resize = math.floor(max(size) / config["crop_pct"])  # as timm rounds
     return {"size": size, "resize": resize if resize > max(size) else None, "mean": _for_colours(config["mean"]),
             "std": _for_colours(config["std"])}  # fmt: skip
+
+
+def timm_of_input(channels: int, *, size: tuple[int, int], resize: int | None = None,
+                  **normalisation: Any) -> dict[str, Any]:  # fmt: skip
+    """What timm's configuration says where a preprocessor file says this."""
+    share = size[0] / (resize or size[0])
+    if resize and math.floor(size[0] / share) < resize:  # rounded up: timm would resize to a pixel less
+        share = math.nextafter(share, 0)
+    return {**normalisation, "crop_pct": share, "crop_mode": "squash", "input_size": (channels, *size)}
 
 
 def _for_colours(levels: float | Sequence[float]) -> tuple[float, ...]:
