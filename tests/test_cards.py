@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -16,6 +17,7 @@ from huggingface_hub import ModelCard
 from publishing_helpers import CHECKPOINTS, MANIFESTS, edit
 
 from common import create_model
+from common.data.preprocess import Preprocess
 from common.data.splits import load_digits_data
 from common.models.registry import parse_arguments
 from common.publishing import cards
@@ -113,6 +115,9 @@ def test_the_snippet_of_a_card_runs(directory: Path, monkeypatch: pytest.MonkeyP
     scope: dict[str, Any] = {}
     exec(snippet, scope)
     assert scope["labels"].shape[0] == len(scope["images"])
+    if isinstance(scope["preprocess"], Preprocess):  # large photographs, too, as in predict.py
+        expected = [scope["preprocess"].image(np.asarray(image)) for image in scope["images"]]
+        assert torch.equal(scope["x"], torch.stack(expected))
     assert ("assert torch.equal" in snippet) == scope["model"].adaptive
 
 

@@ -124,10 +124,13 @@ def snippet(model: Any, source: str, data: str, revision: str | None = None) -> 
     names = f"PREPROCESSOR_NAME, {kind}" if not dense else "PREPROCESSOR_NAME"
     imports = ["from common import from_pretrained", "from common.hub import resolve_file"]
     imports += [f"from common.preprocess import {names}"] + ([f"from {module} import {kind}"] if dense else [])
-    images = "torch.randint(256, (2, 3, 480, 640), dtype=torch.uint8)  # yours: uint8, any size"
+    digits, shape = f'{load}("digits")[1].images[:4]', "3, 480, 640" if dense else "480, 640, 3"
+    images, x = f"torch.randint(256, (2, {shape}), dtype=torch.uint8)", "preprocess.evaluate(images)"
     if data == "digits":
         imports.append(f"from {where} import {load}")
-        images = f'{load}("digits")[1].images[:4]  # uint8, any size'
+        images = digits if dense else f"{digits}.permute(0, 2, 3, 1)"
+    if not dense:  # one by one, as predict.py: large photographs are not resized as a batch is
+        images, x = f"{images}.numpy()", "torch.stack([preprocess.image(image) for image in images])"
     lines = [
         "import torch",
         *sorted(imports),
@@ -135,8 +138,8 @@ def snippet(model: Any, source: str, data: str, revision: str | None = None) -> 
         f'source = "{source}"',
         f"model = from_pretrained(source{branch})",
         f"preprocess = {kind}.load(resolve_file(source, PREPROCESSOR_NAME{branch}))",
-        f"images = {images}",
-        "x = preprocess.evaluate(images)  # resized and normalised",
+        f"images = {images}  # or yours: uint8, {'(3, h, w)' if dense else '(h, w, 3)'}, any size",
+        f"x = {x}  # resized and normalised",
         "logits = model(x)  # " + ("images, classes, height, width" if dense else "images, classes"),
         "labels = logits.argmax(1)",
     ]
