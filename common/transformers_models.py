@@ -28,6 +28,11 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.modeling_outputs import ImageClassifierOutput, SemanticSegmenterOutput
 
+from shiftvit import check_ours
+
+check_ours("segmentation")  # before it is imported
+# ruff: noqa: E402
+
 from segmentation.inference import labels_at
 from segmentation.preprocess import ScenePreprocess
 

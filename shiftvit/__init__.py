@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["check_ours", "death", "run"]
+__all__ = ["check_all", "check_ours", "death", "run"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("common", "cvt", "mvitv2", "scripts", "segmentation", "shiftvit", "swin", "swinv2")
@@ -31,11 +31,20 @@ PATIENCE = 5.0  # seconds that a process waits for the first one to say what is 
 def check_ours(package: str) -> None:
     """Raise an ImportError unless Python would import ``package`` from beside this one."""
     spec = find_spec(package)
-    if spec is None or spec.origin is None:
+    folders = list((spec and spec.submodule_search_locations) or ())
+    if spec is None or not (spec.origin or folders):
         raise ImportError(f"the package {package!r} is missing: install shift-equivariant-vits again")
-    if Path(spec.origin).resolve().parent != ROOT / package:
-        raise ImportError(f"{spec.origin} hides the package {package!r} of shift-equivariant-vits: rename it, or take "
+    found = spec.origin or folders[0]  # a folder without __init__.py has no origin
+    if Path(found).resolve().parent != ROOT / package:
+        raise ImportError(f"{found} hides the package {package!r} of shift-equivariant-vits: rename it, or take "
                           "its folder off sys.path and PYTHONPATH")  # fmt: skip
+
+
+def check_all() -> None:
+    """As ``check_ours``, for all packages that a command imports."""
+    for package in PACKAGES:
+        if package != "scripts":
+            check_ours(package)
 
 
 def run(main: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
@@ -110,5 +119,5 @@ def _caught(error: BaseException) -> str:
 
 
 check_ours("common")
-if Path(*sys.argv[:1]).resolve().parent in (ROOT / "scripts", ROOT / "segmentation"):  # commands that import this one
-    check_ours("segmentation")
+if Path(*sys.argv[:1]).resolve().parent in [ROOT / package for package in PACKAGES]:  # a command of ours
+    check_all()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shiftvit import ROOT, check_ours
+from shiftvit import ROOT, check_all
 
 __all__ = ["main"]
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         script = ROOT / folder / f"{name}.py"
     else:
         script = SCRIPTS / f"{name}.py"
-    check_ours("segmentation")
+    check_all()
     sys.argv = [str(script), *rest]
     runpy.run_path(str(script), run_name="__main__")
 

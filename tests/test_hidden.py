@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+import shiftvit
 
 
 @pytest.mark.parametrize(("file", "command"), [
@@ -17,6 +20,9 @@ from conftest import ROOT
     pytest.param("segmentation/__init__.py", [str(ROOT / "scripts" / "predict.py"), "--help"], marks=pytest.mark.slow),
     ("segmentation.py", ["-m", "shiftvit", "app", "--help"]),
     ("segmentation.py", [str(ROOT / "segmentation" / "train.py"), "--help"]),
+    ("swin.py", [str(ROOT / "swin" / "train.py"), "--help"]),
+    ("shiftvit.py", [str(ROOT / "swin" / "train.py"), "--help"]),
+    pytest.param("segmentation.py", ["-c", "import common.transformers_models"], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_what_hides_ours_is_named(file: str, command: list[str], tmp_path: Path) -> None:
     path = tmp_path / file
@@ -27,6 +33,18 @@ def test_what_hides_ours_is_named(file: str, command: list[str], tmp_path: Path)
                           check=False)  # fmt: skip
     assert done.returncode
     assert f"ImportError: {path} hides the package" in done.stderr, done.stderr[-1000:]
+
+
+def test_a_folder_without_init_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python prefers it to a package that an editable install finds; the error asked to install again."""
+    found = ModuleSpec("common", None, is_package=True)
+    found.submodule_search_locations = ["/home/me/common"]
+    monkeypatch.setattr(shiftvit, "find_spec", lambda name: found)
+    with pytest.raises(ImportError, match="^/home/me/common hides the package 'common' of shift-equivariant-vits"):
+        shiftvit.check_ours("common")
+    monkeypatch.setattr(shiftvit, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="^the package 'common' is missing"):
+        shiftvit.check_ours("common")
 
 
 @pytest.mark.slow
