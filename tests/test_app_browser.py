@@ -164,6 +164,10 @@ def use_a_phone(page: Any) -> None:
             assert place["y"] + place["height"] < 844, tab
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, tab
     assert brightness(page) < 60
+    one_line = """() => { const label = document.querySelector("#digits-move-panels .label");
+        label.textContent = "automobile";
+        return label.clientHeight < 2 * parseFloat(getComputedStyle(label).fontSize) }"""
+    assert page.evaluate(one_line)  # the longest name of a class
     page.locator("#digits-move-reset").tap()
     cards(page, (0, 0))
     touch = page.context.new_cdp_session(page)

@@ -19,6 +19,7 @@ from shiftvit.page.pan import (
     REACH_DIGITS,
     REACH_PHOTOGRAPHS,
     Pan,
+    choose_pan,
     digit_scene,
     draw_pan,
     glide,
@@ -43,6 +44,14 @@ def test_the_adaptive_model_flips_less_and_the_digit_stays_in_view() -> None:
     default, adaptive = np.array(flips).T
     assert default.mean() > 20 > 3 > adaptive.mean()
     assert np.array(right)[:, 0].mean() < 0.5 < 0.9 < np.array(right)[:, 1].mean()
+
+
+def test_the_tab_opens_where_the_adaptive_model_flips_least_beside_the_default_one() -> None:
+    """Else a visitor first sees a picture on which both models flip alike."""
+    pans = [glide(SIDES, digit_scene(EXAMPLES, label), REACH_DIGITS, label) for label in range(3)]
+    gaps = [len(pan.flips(0)) - len(pan.flips(1)) for pan in pans]
+    assert len(set(gaps)) > 1
+    assert choose_pan(pans) is pans[int(np.argmax(gaps))]
 
 
 def test_frames_are_what_the_models_see() -> None:
@@ -120,7 +129,7 @@ def test_a_person_can_pan(tmp_path: Path) -> None:
         place = "getComputedStyle(document.querySelector('.pan')).getPropertyValue('--t')"
         page.wait_for_function(f"Number({place}) > 0.02")  # it plays
         page.locator(".pan .play").click()
-        pan = glide(SIDES, digit_scene(EXAMPLES, 0), REACH_DIGITS, 0)
+        pan = choose_pan(glide(SIDES, digit_scene(EXAMPLES, label), REACH_DIGITS, label) for label in range(10))
         for index in (int(pan.flips(0)[0]) - 1, int(pan.flips(0)[0])):  # before and after the first flip
             shows(page, pan, index)
         page.locator("#digits-pan-examples button").nth(7).click()

@@ -14,7 +14,7 @@ from common.publishing.quotas import Quotas
 from .controls import EVERY, QUIET, build_mover, build_strip
 from .masks import OPENING_SCENE, Segmenter, draw_masks, draw_names, load_scene_images
 from .move import OPENINGS, SCALE, choose_opening, draw
-from .pan import REACH_DIGITS, REACH_PHOTOGRAPHS, digit_scene, draw_pan, glide, photograph_scene
+from .pan import REACH_DIGITS, REACH_PHOTOGRAPHS, Pan, choose_pan, digit_scene, draw_pan, glide, photograph_scene
 from .sides import Side, fit, load_examples, load_photographs, read_upload
 
 __all__ = ["PAPER", "build_page", "serve"]
@@ -121,23 +121,24 @@ def build_pan(name: str, sides: Sides) -> None:
     photographs = load_photographs()
     examples = load_examples(sides[0]) if digits else [fit(photo, preprocess) for photo in photographs]
 
-    def over_example(index: int) -> str:
+    def over_example(index: int) -> Pan:
         if digits:
-            return draw_pan(sides, glide(sides, digit_scene(examples, index), REACH_DIGITS, index))
+            return glide(sides, digit_scene(examples, index), REACH_DIGITS, index)
         return over_photograph(photographs[index])
 
-    def over_photograph(pixels: np.ndarray) -> str:
-        return draw_pan(sides, glide(sides, photograph_scene(pixels, preprocess.size), REACH_PHOTOGRAPHS))
+    def over_photograph(pixels: np.ndarray) -> Pan:
+        return glide(sides, photograph_scene(pixels, preprocess.size), REACH_PHOTOGRAPHS)
 
     def choose(event: gr.SelectData) -> str:
-        return over_example(chosen(event))
+        return draw_pan(sides, over_example(chosen(event)))
 
     def upload(content: bytes) -> str:
-        return over_photograph(opened(content))
+        return draw_pan(sides, over_photograph(opened(content)))
 
+    opening = choose_pan(map(over_example, range(len(examples))))
     with gr.Row():
         with gr.Column(scale=5, min_width=320):
-            panel = gr.HTML(over_example(0), elem_id=f"{name}-panel")
+            panel = gr.HTML(draw_pan(sides, opening), elem_id=f"{name}-panel")
         with gr.Column(scale=1, min_width=280):
             strip, chosen = build_strip(name, examples)
             own = gr.UploadButton("Upload a large picture", **FILE)

@@ -49,7 +49,7 @@ def build_mover(name: str, picture: str, size: tuple[int, int], dx: int = 0, dy:
     view = gr.HTML(picture, elem_id=f"{name}-view")
     right, down = (
         gr.Slider(-(side // 2), side - side // 2 - 1, start, step=1, label=label, elem_id=f"{name}-{axis}", buttons=[])
-        for axis, label, side, start in (("dx", "dx: right", size[1], dx), ("dy", "dy: down", size[0], dy))
+        for axis, label, side, start in (("dx", "right (px)", size[1], dx), ("dy", "down (px)", size[0], dy))
     )
     kind = gr.Radio(["circular", "standard"], value="circular", label="shift", info=KINDS, elem_id=f"{name}-kind")
     mover = Mover(view, right, down, kind, [size[1], size[0]])

@@ -4,7 +4,7 @@ border; both models' answers are drawn over time."""
 import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .sides import Side, draw_pixels, misfit
 
-__all__ = ["FRAMES", "Pan", "digit_scene", "draw_pan", "glide", "photograph_scene"]
+__all__ = ["FRAMES", "Pan", "choose_pan", "digit_scene", "draw_pan", "glide", "photograph_scene"]
 
 FRAMES = 97
 BATCH = 32
@@ -76,6 +76,11 @@ def glide(sides: Sequence[Side], scene: Tensor, reach: float, label: int | None 
     if label is None:
         label = int((probabilities[0] + probabilities[1]).mean(0).argmax())
     return Pan(scene, places, label, probabilities)
+
+
+def choose_pan(pans: Iterable[Pan]) -> Pan:
+    """The one with which the tab opens: where the default model has the most flips beyond those of the adaptive one."""
+    return max(pans, key=lambda pan: len(pan.flips(0)) - len(pan.flips(1)))
 
 
 def draw_pan(sides: Sequence[Side], pan: Pan) -> str:
