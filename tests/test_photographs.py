@@ -62,7 +62,7 @@ def test_scenes_have_a_recipe(tmp_path: Path) -> None:
     assert images.shape == (2, 3, 64, 64)
     assert labels.shape == (2, 64, 64)
     digits = replace(segmentation_recipes.RECIPES["digits"], data=str(tmp_path))
-    with pytest.warns(UserWarning, match="they have 200 px and more.*--recipe photographs"):
+    with pytest.warns(UserWarning, match="they are 200 px or larger.*--recipe photographs"):
         Segmentation(digits, RunOptions(), Accelerator(cpu=True))
 
 
@@ -81,9 +81,7 @@ def test_a_crop_without_room_is_refused_before_training(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_recipe_of_digits_warns(tmp_path: Path, train_digits: Callable[..., dict[str, Any]]) -> None:
     data = str(make_folder(tmp_path / "data", side=100, count=2))
-    with pytest.warns(
-        UserWarning, match="they have 100 px and more, of which the model sees 32x32.*--recipe photograph"
-    ):
+    with pytest.warns(UserWarning, match="they are 100 px or larger, but the model sees 32x32.*--recipe photograph"):
         train_digits(tmp_path / "run", "--data", data, "--batch_size", "2", "--limit", "2")
     split: Any = load_data("digits")[0]
     assert misfit(RECIPES["digits"], (32, 32), split) == ""
@@ -91,8 +89,12 @@ def test_the_recipe_of_digits_warns(tmp_path: Path, train_digits: Callable[..., 
     small = replace(split, images=photographs, labels=split.labels[:2])
     assert "their mean colour is" in misfit(RECIPES["digits"], (32, 32), small)
     assert misfit(RECIPES["cifar10"], (224, 224), small) == ""
+    advised = misfit(RECIPES["cifar10_mini"], (32, 32), split)
+    assert "their mean colour is" in advised
+    assert advised.endswith("For grey digits: --recipe digits")
     photograph = RECIPES["photographs"]
     assert misfit(photograph, (224, 224), small) == ""
+    assert "32 px, enlarged to 256x256. For images so small: --recipe" in misfit(photograph, (224, 224), split)
     # a small model, for a laptop: of 256 x 256 pixels, it would learn from 32 x 32 in the middle
     assert "the model sees 32x32 at the centre. For the whole image: --resize 32" in misfit(photograph, (32, 32), small)
     assert misfit(photograph, (32, 32), small).endswith("--resize 32 --no-crop")

@@ -120,11 +120,15 @@ def misfit(recipe: BaseRecipe, size: tuple[int, int], split: Split) -> str:
                 f"whole image: --resize {max(size)}{' --no-crop' * getattr(recipe, 'crop', False)}")  # fmt: skip
     side = sorted(min(image.shape[:2]) for image in images)[len(images) // 2]
     if side >= 3 * max(size):
-        return f"they have {side} px and more, of which the model sees {size[0]}x{size[1]}. {advice}"
+        return f"they are {side} px or larger, but the model sees {size[0]}x{size[1]}. {advice}"
+    if isinstance(resize, int) and resize > 4 * side:
+        return f"they have about {side} px, enlarged to {resize}x{resize}. For images so small: --recipe digits"
     if recipe.mean != IMAGENET_MEAN:  # a recipe with statistics of its own
         mean = sum(image.mean((0, 1)) / 255 for image in images) / len(images)
         away = abs(mean - recipe.mean) / recipe.std
         if max(away) > 1:
+            if any(recipe.mean) and all((image == image[..., :1]).all() for image in images):
+                advice = "For grey digits: --recipe digits"
             return f"their mean colour is {mean.round(2).tolist()}, the recipe's {list(recipe.mean)}. {advice}"
     return ""
 
