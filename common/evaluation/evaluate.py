@@ -238,6 +238,6 @@ def from_timm(name: str, **arguments: Any) -> tuple[nn.Module, Preprocess]:
 
     try:
         model = timm.create_model(name, pretrained=True, **arguments)
-    except (RuntimeError, TypeError) as error:  # an unknown name or argument, or one without weights
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:  # an unknown name or argument, or no weights
         raise ValueError(f"timm:{name} cannot be loaded: {error}") from error
     return model, Preprocess(**input_of_timm(model))
