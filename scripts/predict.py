@@ -12,6 +12,7 @@ image moves by one pixel: ``python scripts/predict.py --model SEGMENTER --masks 
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +172,8 @@ def load(source: str, classes: str | None, device: str) -> Predictor:
         try:
             preprocess = (ScenePreprocess if dense else Preprocess).load(resolve_file(source, PREPROCESSOR_NAME))
         except (FileNotFoundError, EntryNotFoundError):
+            warnings.warn(f"{source} has no {PREPROCESSOR_NAME}: images are normalised with ImageNet's mean and std",
+                          stacklevel=2)  # fmt: skip
             preprocess = (ScenePreprocess(size=model.img_size, multiple=model.multiple) if dense
                           else Preprocess(size=model.img_size))  # fmt: skip
     stored = getattr(model, "class_names", ())

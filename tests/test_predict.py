@@ -57,6 +57,13 @@ def test_labels_are_those_of_the_model(digit: Path, tmp_path: Path, capsys: pyte
     assert f"| digit 2 | {100 * values[0]:10.2f} % |".replace("  ", " ") in [line.replace("  ", " ") for line in lines]
 
 
+def test_a_model_without_a_preprocessor_file_says_so(digit: Path, tmp_path: Path) -> None:
+    """Lost otherwise: images normalised as ImageNet's, and labels that mean nothing."""
+    create_model("a_swin_micro", num_classes=3).save_pretrained(tmp_path / "model")
+    with pytest.warns(UserWarning, match="model has no preprocessor_config.json: images are normalised with ImageNet"):
+        predict("--model", tmp_path / "model", digit)
+
+
 def test_names_stored_with_a_model_come_before_imagenets(tmp_path: Path) -> None:
     """Lost otherwise: by way of timm a model of a thousand species calls them goldfish and toilet paper."""
     model = create_model("a_swin_micro", num_classes=1000)
