@@ -60,6 +60,8 @@ class UperNet(HubModel):
                  canonical: bool = True) -> None:  # fmt: skip
         backbone_args = {k: tuple(v) if isinstance(v, list) else v for k, v in (backbone_args or {}).items()}
         super().__init__(locals())
+        if num_classes < 1:
+            raise ValueError(f"num_classes is {num_classes}: a segmenter labels every pixel, with 1 class or more")
         drop_path = {} if drop_path_rate is None else {"drop_path_rate": drop_path_rate}
         self.backbone = build_backbone(backbone, img_size=img_size, in_chans=in_chans, adaptive=adaptive,
                                        canonical=canonical, **drop_path, **backbone_args)  # fmt: skip
@@ -180,11 +182,11 @@ def build_backbone(name: str, **kwargs: Any) -> Classifier:
     """A classifier without its head and last norm, which a segmenter has no use for."""
     if name.startswith("a_"):
         raise ValueError(f"backbone {name!r}: give the default's name, {name[2:]!r}, and adaptive=True")
-    model = create_model(name, num_classes=0, **kwargs)
+    model = None if name.startswith("upernet_") else create_model(name, num_classes=0, **kwargs)
     if not isinstance(model, Classifier) or len(model.feature_info) < 2:
         choice = list_models("*", exclude_filters=("a_*", "upernet_*"))
-        raise ValueError(f"backbone {name!r}, a {type(model).__name__}, does not report two stages or more with the "
-                         f"pixel offsets of their grids: choose among {choice}")  # fmt: skip
+        raise ValueError(f"backbone {name!r} does not report two stages or more with the pixel offsets of their grids: "
+                         f"choose among {choice}")  # fmt: skip
     model.norm = model.head = nn.Identity()
     return model
 

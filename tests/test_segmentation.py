@@ -318,6 +318,8 @@ def test_bad_arguments_and_images_are_explained() -> None:
     with pytest.raises(ValueError, match="image size 512x512.*multiples of 224x224"):
         create_model("upernet_a_swin_tiny", img_size=512)
     model = create_model("upernet_a_swin_micro", auxiliary_channels=0).eval()
+    with pytest.raises(ValueError, match="num_classes is 0: a segmenter labels every pixel"):
+        from_pretrained("upernet_a_swin_micro", num_classes=0)
     with pytest.raises(ValueError, match="image size 64x40.*nearest valid sizes are 64x32 and 64x64"):
         model(torch.zeros(1, 3, 64, 40))
     with pytest.raises(ValueError, match="no auxiliary head"):
