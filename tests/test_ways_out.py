@@ -54,7 +54,7 @@ def test_images_smaller_than_a_token_of_the_last_stage(name: str) -> None:
     """28 px, as of MNIST: 7, 4, 2 and 1 tokens a side."""
     narrow: dict[str, Any] = dict(img_size=28, window_size=7, embed_dim=24, depths=(1, 1, 1, 1), num_classes=10)
     assert create_model(name, **narrow).eval()(torch.randn(1, 3, 28, 28)).isfinite().all()
-    with pytest.raises(ValueError, match="image size 28x28: .* nearest valid sizes are 224x224"):
+    with pytest.raises(ValueError, match="image size 28x28: .* the nearest valid size is 224x224. Resize"):
         create_model(f"a_{name}", **narrow)
 
 

@@ -74,9 +74,10 @@ def check_size(size: tuple[int, int], multiple: tuple[int, int], why: str) -> No
         return
     below = tuple(max(m, side // m * m) for side, m in zip(size, multiple, strict=True))
     above = tuple(math.ceil(side / m) * m for side, m in zip(size, multiple, strict=True))
-    near = f"{below[0]}x{below[1]}" + (f" and {above[0]}x{above[1]}" if above != below else "")
+    near = f"sizes are {below[0]}x{below[1]} and {above[0]}x{above[1]}"
+    near = near if above != below else f"size is {above[0]}x{above[1]}"
     raise ValueError(f"image size {size[0]}x{size[1]}: {why} needs sides that are multiples of "
-                     f"{multiple[0]}x{multiple[1]}; the nearest valid sizes are {near}. Resize or pad the image, or "
+                     f"{multiple[0]}x{multiple[1]}; the nearest valid {near}. Resize or pad the image, or "
                      "build the model with another img_size")  # fmt: skip
 
 
