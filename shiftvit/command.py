@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = parser.parse_args(words[:1]).command
     rest = words[1:]
     if name in ("train", "evaluate"):
-        folder = rest.pop(0) if rest and rest[0] in FOLDERS else FOLDERS[0]
+        folder = rest.pop(0) if rest and not rest[0].startswith("-") else FOLDERS[0]
+        if folder not in FOLDERS:
+            parser.error(f"shiftvit {name} {folder}: FOLDER is one of {', '.join(FOLDERS)}")
         script = ROOT / folder / f"{name}.py"
     else:
         script = SCRIPTS / f"{name}.py"

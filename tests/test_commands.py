@@ -152,6 +152,9 @@ def test_mistakes_end_a_training_in_one_line(flags: str, fails: Callable[..., li
     ("swin/evaluate.py --model a_swin_micro --model_args num_classes=3", "3 classes, but the data have 10"),
     ("swin/evaluate.py --model timm:nonsense", "evaluate.py: error: timm:nonsense cannot be loaded"),
     ("swin/evaluate.py --model swin/checkpoints/swin_micro --limit 4 --resize 16", "cannot be resized to 16 and then"),
+    ("scripts/predict.py --model timm:/tmp/nowhere NULL", "predict.py: error: timm:/tmp/nowhere cannot be loaded"),
+    ("scripts/predict.py --model timm:local-dir:NULL NULL", "predict.py: error: "),
+    ("swin/evaluate.py --model upernet_a_swin_micro", "or 'shiftvit evaluate segmentation'"),
     ("scripts/predict.py --model owner/name NULL", "predict.py: error: "),  # an OSError that a library raises
     ("scripts/exactness.py --device nonsense", "argument --device: nonsense is not available here"),
     ("scripts/battery.py --model NULL --data NULL", "battery.py: error: no data folder /dev/null"),

@@ -57,6 +57,9 @@ def test_folders_and_mistakes(
     with pytest.raises(SystemExit):
         main(["fly"])
     assert "invalid choice: 'fly'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "nosuch"])
+    assert "train nosuch: FOLDER is one of swin, swinv2, cvt, mvitv2, segmentation" in capsys.readouterr().err
     Image.fromarray(load_digits_data()[1].images[0].permute(1, 2, 0).numpy()).save(tmp_path / "two.png")
     main(["predict", "--model", "a_swin_micro", str(tmp_path / "two.png"), "--device", "cpu", "--top", "1"])
     assert "| 2 " in capsys.readouterr().out

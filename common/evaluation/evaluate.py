@@ -212,7 +212,8 @@ def load_for_evaluation(source: str, classes: int, resize: int | None = None,
     else:
         model = from_pretrained(source, **arguments)
         if not isinstance(model, Classifier):
-            raise TypeError(f"{source} is a {type(model).__name__}, not a classifier: use segmentation/evaluate.py")
+            raise TypeError(f"{source} is a {type(model).__name__}, not a classifier: use segmentation/evaluate.py, or "
+                            "'shiftvit evaluate segmentation'")  # fmt: skip
         try:
             preprocess = Preprocess.load(resolve_file(source, PREPROCESSOR_NAME))
         except (FileNotFoundError, EntryNotFoundError):
