@@ -4,7 +4,7 @@ python scripts/anchor_stability.py --data DIR --images 500 --sizes 32 224
 
 No model is trained: the patch embeddings have fresh weights, the same for all scores. Each image is shifted with zeros
 by up to an eighth of its side; an anchor that follows the content picks the phase that moved along. Circular shifts
-always do. What is left to chance is 1 / stride^2.
+always do. By chance a phase is right in 1 / stride^2 of the cases.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A page that shows it: move an image, and compare a default and an adaptive model side by side.
+"""A page that compares a default and an adaptive model: move an image, and see both answers.
 
 In the tab *move* an image follows mouse, finger, arrow keys and sliders. For each model the page shows the label, the
 probabilities, whether the logits are bit-identical to those in place, and how far every token is from its value in

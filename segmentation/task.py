@@ -28,7 +28,7 @@ class SegmentationRecipe(BaseRecipe):
     backbone: str | None = None  # where its weights start: directory or Hub id of a classifier
     auxiliary: float = 0.4  # weight of the auxiliary head's loss
     size: tuple[int, int] | None = None  # training crop; None: the model's own
-    resize: tuple[int, int] | None = None  # (long, short) side; None: as they are to train, to ``size`` to evaluate
+    resize: tuple[int, int] | None = None  # long, short side; none: no resize in training; to --size in evaluation
     multiple: int = 0  # sides to evaluate at are rounded up to a multiple of this; 0: of the model's
     ratio_range: tuple[float, float] | None = None  # random factor of the size in training
     max_class_share: float = 1.0  # of a training crop that one class may fill

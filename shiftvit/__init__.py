@@ -113,7 +113,7 @@ def _raised(file: str, line: str) -> bool:
 
 
 def _caught(error: BaseException) -> str:
-    """What a statement ``raise`` of our own said in a worker of the loader: torch hands on its traceback as text."""
+    """The message of an error that we raised in a worker of the loader: torch hands on its traceback as text."""
     match = CAUGHT.match(str(error))
     return match[3] if match and _raised(match[1], match[2]) else ""
 

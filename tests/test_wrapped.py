@@ -104,7 +104,7 @@ def test_a_wrapper_without_a_weight_is_named(name: str) -> None:
     model = create_model(name).eval()
     for n in [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]:
         model.set_submodule(n, nn.Sequential(model.get_submodule(n)))
-    with pytest.raises(TypeError, match="a Sequential is where an anchor reads the weight of a layer, and has none"):
+    with pytest.raises(TypeError, match="the anchor needs a layer with a weight, but got a Sequential"):
         model(torch.ones(1, 3, 32, 32))
 
 

@@ -34,9 +34,9 @@ __all__ = ["CROP", "METRICS", "default_crop", "evaluate", "from_timm", "main", "
 
 METRICS = (
     "top1, c_cons, s_cons; c_cons@K, s_cons@K for shifts up to K px, c_cons@K/N for multiples of N px among them; "
-    "c_cons_near@K for shifts of -K to K - 1 px, c_cons_worst@K for all shifts below K px; each also on changed "
-    "images: top1:erased@N (a patch of up to N px), c_cons:flipped, top1:half (moved by half a pixel); kept:half: "
-    "share of images that keep their label"
+    "c_cons_near@K for shifts of -K to K - 1 px, c_cons_worst@K for all shifts below K px; each metric also works "
+    "on changed images: top1:erased@N (a patch of up to N px), c_cons:flipped, top1:half (moved by half a pixel); "
+    "kept:half: share of images that keep their label"
 )
 CROP: Any = {"action": argparse.BooleanOptionalAction, "help": "standard shifts under a centre crop, not with zeros; "
              "if not given, as in the training of the model"}  # fmt: skip

@@ -43,7 +43,7 @@ def count_identical(model: nn.Module, images: Tensor, preprocess: Any, precision
 
 @contextlib.contextmanager
 def tf32(on: bool) -> Iterator[None]:
-    """Whether float32 is multiplied as TensorFloat-32, for as long as this lasts."""
+    """Switch TensorFloat-32 on or off inside this context."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
     try:

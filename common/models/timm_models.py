@@ -126,7 +126,7 @@ def finish(model: Any, features_only: bool, out_indices: Any, global_pool: str |
         if global_pool not in (None, pool):
             raise ValueError(f"global_pool is {global_pool!r}, and a model is built and saved with {pool!r} alone: "
                              "leave it out. reset_classifier(NUM_CLASSES, global_pool=...) changes a built one without "
-                             "a class token; forward_features(x) gives what is not pooled")  # fmt: skip
+                             "a class token; forward_features(x) gives the tokens before pooling")  # fmt: skip
     elif features_only or global_pool is not None:
         raise ValueError("features_only and global_pool are for classifiers: a segmenter's maps are those that "
                          "model.forward_backbone(x) gives")  # fmt: skip

@@ -51,7 +51,7 @@ class WindowedClassifier(Classifier):
             near = min(fit, key=lambda w: abs(w - window[0]), default=None)
             if near is None or img_size[0] % multiple[0] == img_size[1] % multiple[1] == 0:  # another error
                 raise
-            raise ValueError(f"{error}. This one fits window_size={near}") from None
+            raise ValueError(f"{error}. This size fits window_size={near}") from None
         self.windows = windows
         self.dims = [arguments["embed_dim"] * 2**i for i in range(len(depths))]
         self.describe_stages(self.dims, strides, arguments["num_heads"], "layers")

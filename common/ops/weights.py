@@ -32,8 +32,8 @@ def gathered(parameter: Tensor | Callable[[], Tensor]) -> Tensor:
 
 
 def adapted(*layers: nn.Module) -> bool:
-    """Whether the weight of one of these layers is not all there is: peft's adapters add to it, or it is made anew
-    before every forward, as ``torch.nn.utils`` prunes and normalises weights."""
+    """Whether something changes the weight of one of these layers in the forward pass: peft's adapters add to it, or
+    ``torch.nn.utils``, which prunes and normalises weights, makes it anew before."""
     return any(bool(makers(layer)) or (type(layer) not in PLAIN and hasattr(layer, "get_delta_weight"))
                for layer in layers)  # fmt: skip
 
@@ -49,7 +49,7 @@ def weight_of(layer: Any) -> Tensor:
     for make in makers(layer):
         make(layer, ())
     if not hasattr(layer, "weight"):
-        raise TypeError(f"a {type(layer).__name__} is where an anchor reads the weight of a layer, and has none: give "
+        raise TypeError(f"the anchor needs a layer with a weight, but got a {type(layer).__name__}: give "
                         "it the property weight, as what wraps a layer has for its base")  # fmt: skip
     weight = gathered(layer.weight)
     if type(layer) in PLAIN or not hasattr(layer, "get_delta_weight") or layer.merged or layer.disable_adapters:
@@ -59,8 +59,8 @@ def weight_of(layer: Any) -> Tensor:
 
 
 def kernel_weights(*weights: Tensor, repeats: int = 1) -> Tensor:
-    """Weights (C, 1, k, k) of n depthwise convolutions as kernels take them: (n, k, k, C), or so many times C. Without
-    kernels, weights stay where they lie: on a CPU a convolution takes a fifth to a third less time."""
+    """Weights (C, 1, k, k) of n depthwise convolutions as kernels take them: (n, k, k, C), or a multiple of C channels.
+    Without kernels, weights stay where they lie: on a CPU a convolution takes a fifth to a third less time."""
     several = torch.stack(weights) if len(weights) > 1 else weights[0][None]
     several = several[:, :, 0].permute(0, 2, 3, 1)
     return several.repeat(1, 1, 1, repeats) if repeats > 1 or usable(several) else several

@@ -118,7 +118,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     state = _json(path / PROGRESS_NAME)
     progress, names = state.get("progress"), {field.name for field in fields(Progress)}
     if not isinstance(progress, dict) or progress.keys() != names or not all(map(_is_count, progress.values())):
-        raise ValueError(f"{path / PROGRESS_NAME} is nonsense: progress is {str(progress)[:100]}, not a whole number "
+        raise ValueError(f"{path / PROGRESS_NAME} is invalid: progress is {str(progress)[:100]}, not a whole number "
                          f"from 0 on for each of {', '.join(sorted(names))}")  # fmt: skip
     processes = state.get("processes")
     if not isinstance(state.get("identity"), dict) or not _is_count(processes) or not processes:
