@@ -22,8 +22,15 @@ from common.data.splits import load_digits_data
 from common.models.registry import parse_arguments
 from common.publishing import cards
 from common.publishing import manifest as manifests
-from common.publishing.results import (command, data_of, measured, package_of, public_results, read_results,
-                                       recipes_of)  # fmt: skip
+from common.publishing.results import (
+    command,
+    data_of,
+    measured,
+    package_of,
+    public_results,
+    read_results,
+    recipes_of,
+)
 from common.training.recipe import parse_command_line
 
 
