@@ -159,6 +159,7 @@ class CvT(Classifier):
         anchors: which anchors an adaptive model has.
         score: how tokens count in an anchor, see ``common.anchors.scores``.
         sketch: of how many random directions an anchor takes the energy; 0 is the paper's, of all channels.
+        reanchor: anchor also where earlier anchors have settled where a layer begins, as in the paper.
     """
 
     model_type = "cvt"
@@ -171,7 +172,7 @@ class CvT(Classifier):
                  drop_rate: float = 0.0, proj_drop_rate: float = 0.0, attn_drop_rate: float = 0.0,
                  drop_path_rate: float | tuple[float, ...] = 0.1, padding_mode: PaddingMode | None = None,
                  adaptive: bool = False, canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
-                 score: str = "signed", sketch: int = 4) -> None:  # fmt: skip
+                 score: str = "signed", sketch: int = 4, reanchor: bool = True) -> None:  # fmt: skip
         strides = [math.prod(patch_strides[: i + 1]) for i in range(len(depths))]
         multiple = strides[-1] * (kv_stride if adaptive else 1)
         super().__init__(locals(), multiple=(multiple, multiple), anchors=ANCHORS)

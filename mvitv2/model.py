@@ -186,6 +186,7 @@ class MViTv2(Classifier):
         anchors: which anchors an adaptive model has (the paper's ablation removes one at a time).
         score: how tokens count in an anchor, see ``common.anchors.scores``.
         sketch: of how many random directions an anchor takes the energy; 0 is the paper's, of all channels.
+        reanchor: anchor also where earlier anchors have settled where a layer begins, as in the paper.
     """
 
     model_type = "mvitv2"
@@ -196,7 +197,7 @@ class MViTv2(Classifier):
                  stride_q: tuple[int, ...] = (1, 2, 2, 2), stride_kv: int = 4, mlp_ratio: float = 4.0,
                  drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False, canonical: bool = True,
                  padding_mode: PaddingMode | None = None, anchors: tuple[str, ...] = ANCHORS,
-                 score: str = "signed", sketch: int = 4) -> None:  # fmt: skip
+                 score: str = "signed", sketch: int = 4, reanchor: bool = True) -> None:  # fmt: skip
         if len(depths) != len(stride_q):
             raise ValueError(f"depths {depths} and stride_q {stride_q} must have one entry per stage each")
         strides = list(accumulate(stride_q, mul, initial=patch_stride))  # of the grids before, between and after stages

@@ -129,6 +129,7 @@ class Swin(WindowedClassifier):
         anchors: which anchors an adaptive model has (the paper's ablation removes one at a time).
         score: how tokens count in an anchor, see ``common.anchors.scores``.
         sketch: of how many random directions an anchor takes the energy; 0 is the paper's, of all channels.
+        reanchor: anchor also where earlier anchors have settled where a layer begins, as in the paper.
         antialias: blur before every stride; for default models, to compare with.
     """
 
@@ -139,8 +140,8 @@ class Swin(WindowedClassifier):
                  num_heads: tuple[int, ...] = (3, 6, 12, 24), window_size: int | tuple[int, int] = 7,
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
                  attn_drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False,
-                 canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
-                 score: str = "signed", sketch: int = 4, antialias: bool = False) -> None:  # fmt: skip
+                 canonical: bool = True, anchors: tuple[str, ...] = ANCHORS, score: str = "signed", sketch: int = 4,
+                 reanchor: bool = True, antialias: bool = False) -> None:  # fmt: skip
         super().__init__(locals())
         if adaptive and antialias:
             raise ValueError("antialias=True is for default models: anchors leave nothing to blur")

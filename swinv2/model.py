@@ -141,6 +141,7 @@ class SwinV2(WindowedClassifier):
         anchors: which anchors an adaptive model has (the paper's ablation removes one at a time).
         score: how tokens count in an anchor, see ``common.anchors.scores``.
         sketch: of how many random directions an anchor takes the energy; 0 is the paper's, of all channels.
+        reanchor: anchor also where earlier anchors have settled where a layer begins, as in the paper.
     """
 
     model_type = "swinv2"
@@ -152,7 +153,7 @@ class SwinV2(WindowedClassifier):
                  qkv_bias: bool = True, drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
                  attn_drop_rate: float = 0.0, drop_path_rate: float = 0.1, adaptive: bool = False,
                  canonical: bool = True, anchors: tuple[str, ...] = ANCHORS,
-                 score: str = "signed", sketch: int = 4) -> None:  # fmt: skip
+                 score: str = "signed", sketch: int = 4, reanchor: bool = True) -> None:  # fmt: skip
         super().__init__(locals())
         if not any(pretrained_window_sizes):  # of any number of stages
             pretrained_window_sizes = self.config["pretrained_window_sizes"] = (0,) * len(depths)

@@ -19,19 +19,27 @@ class Anchor(Fixed):
     """Where each sample's grid begins. A subclass says how far its phases reach (``window``) and, for scores that need
     the layer behind it, what they are (``scores``). Nothing is learned and nothing is stored in an anchor.
 
+    A grid that follows the content modulo s does so modulo all divisors of s, and through all equivariant layers. So
+    where earlier anchors have settled where a window begins, another has nothing to make equivariant. The paper has it
+    choose again; without ``reanchor`` it leaves such a grid as it is.
+
     ``low_precision`` leaves scores in the precision of the model around them: safe behind the canonical anchor, where
     all shifted copies are one array.
     """
 
-    def __init__(self, *, score: str = "signed", sketch: int = 0) -> None:
+    def __init__(self, *, score: str = "signed", sketch: int = 0, reanchor: bool = True) -> None:
         super().__init__(score=score, sketch=sketch)
+        self.reanchor = reanchor
         self.scores_layer = self.score.needs_layer and type(self).scores is not Anchor.scores
 
     def on(self, grid: Grid, *layers: Any) -> Grid:
+        window = self.window(*layers)
+        if not self.reanchor and grid.is_anchored(window):
+            return grid.begin_again()
         grid = self.prepared(grid, *layers)
         origin = self.choose(grid.tokens, *layers, low_precision=grid.canonical, origin=grid.origin,
                              known_moments=grid.moments, prepared=grid.shared)  # fmt: skip
-        return grid._replace(origin=origin)
+        return grid.begin_at(origin, window, keep=not self.reanchor)
 
     def prepared(self, grid: Grid, *layers: Any) -> Grid:
         """The grid with what kernels compute for this anchor and for the layer after it, from the same tokens."""

@@ -14,8 +14,8 @@ class NoAnchor(nn.Module):
     """Leaves every grid as it is. It defines the methods that models call; ``Anchor`` overrides them."""
 
     def on(self, grid: Grid, *layers: Any) -> Grid:
-        """The grid, beginning at the best phase for the layers that follow."""
-        return grid
+        """The grid, beginning at the best phase for the layers that follow; without an anchor, where it began."""
+        return grid.begin_again()
 
     def plan(self, grid: Grid, layers: Sequence[Any]) -> Grid:
         """Say which layers this anchor will serve in one forward, so that kernels may prepare the weights of all."""

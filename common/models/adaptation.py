@@ -19,7 +19,7 @@ M = TypeVar("M", bound=nn.Module)
 TIMM = {"SwinTransformer": "swin", "SwinTransformerV2": "swinv2", "MultiScaleVit": "mvitv2"}
 """timm's classes that can be made adaptive, and the folder that knows how."""
 KEPT = ("pretrained_cfg", "class_names", "stored_input")
-OPTIONS = {"canonical", "anchors", "score", "sketch", "img_size"}
+OPTIONS = {"canonical", "anchors", "score", "sketch", "reanchor", "img_size"}
 NOISE = 0.05
 AS_BEFORE = ("training", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
              "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
@@ -32,8 +32,8 @@ def adapt(model: M, **options: Any) -> M:
     """Make ``model`` adaptive in place and return it: our default model, or a timm Swin, SwinV2 or MViTv2.
 
     Its parameters stay the same tensors, so an existing optimizer keeps working. ``options`` are those of
-    the adaptive model (``canonical``, ``anchors``, ``score``, ``sketch``). A timm model becomes one of ours, with
-    the same names in its state_dict; what ours cannot reproduce is refused, and the model left as it was.
+    the adaptive model (``canonical``, ``anchors``, ``score``, ``sketch``, ``reanchor``). A timm model becomes one of
+    ours, with the same names in its state_dict; what ours cannot reproduce is refused, and the model left as it was.
     """
     if unknown := sorted(set(options) - OPTIONS):
         raise ValueError(f"{unknown} cannot change with anchors: adapt takes {sorted(OPTIONS)}")

@@ -73,7 +73,12 @@ class WindowedClassifier(Classifier):
         images = self.anchor_images(x, self.token_anchor, self.patch_embed.proj)  # A-token
         grid = self.patch_embed(images, self.window_anchor)
         layers: Any = self.layers[: last + 1]
-        grid = self.merge_anchor.plan(grid, [stage.downsample.merging for stage in layers[1:]])
+        chosen = [
+            stage.downsample
+            for stage, window in zip(layers[1:], self.windows, strict=False)
+            if self.config["reanchor"] or any(side % 2 for side in window)
+        ]  # even windows settle a merging
+        grid = self.merge_anchor.plan(grid, [downsample.merging for downsample in chosen])
         stages: Stages = []
         for stage, window in zip(layers, self.windows, strict=False):
             if stages:
