@@ -139,7 +139,8 @@ class Classifier(HubModel):
     def anchor(self, kind: type[Anchor], name: str) -> NoAnchor:
         """The anchor ``name`` of an adaptive model, or none."""
         wanted = self.adaptive and name in self.config["anchors"]
-        return kind(**{key: self.config[key] for key in ("score", "sketch", "reanchor")}) if wanted else NoAnchor()
+        settings = {key: self.config[key] for key in ("score", "sketch", "reanchor") if key in self.config}
+        return kind(**settings) if wanted else NoAnchor()
 
     def anchor_images(self, x: Tensor, anchor: NoAnchor, embedding: nn.Conv2d) -> Grid:
         """Check a batch; let each image of an adaptive model begin at its canonical place and there at the best phase
